@@ -4,39 +4,73 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
 import runpy
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
-from compresskit.base.errors import CompressError, DataError, SettingError
-from compresskit.base.task import Inputs
+from compresskit.base.errors import CompressError, DataError, Interrupted, SettingError
+from compresskit.base.progress import stoppable
+from compresskit.base.task import Inputs, Task
 from compresskit.base.version import __version__
 from compresskit.export.check.audit import Audit, audit
-from compresskit.export.check.benchmark import ask_for_sizes, benchmark, random_inputs, shared_inputs
+from compresskit.export.check.benchmark import (
+    agreed_sizes,
+    ask_for_sizes,
+    benchmark,
+    check_sizes_of,
+    open_session,
+    shared_inputs,
+)
 from compresskit.export.check.contents import inspect_onnx
 from compresskit.export.check.environment import environment, packages
 from compresskit.export.check.levels import verify_levels
 from compresskit.export.check.runtimes import OPENVINO_REMEDY, installed_openvino
+from compresskit.export.check.verify import not_finite_remark
 from compresskit.export.files import read_metadata
 from compresskit.mixed.formats.slow_bf16 import bf16_speed
 from compresskit.recipe.page.records import read_run
 from compresskit.recipe.page.render import write_csv, write_page
 from compresskit.recipe.report import remarks, table
 from compresskit.search import at_most, compress
+from compresskit.search.ceilings import parse_ceiling
 
 SAY_WHICH = "say which: --size N, or --inputs FILE.npz"
+OPTION = "--{} {}"  # an option and its value, in messages
+STOPPED, UNREAD = 130, 141  # exit codes, as shells have them for a process that SIGINT or SIGPIPE ended
+#: Options of `compress` that are ceilings: (quantity of `at_most`, what is wanted).
+CEILINGS = {
+    "latency": ("latency", "5ms, or 0.4x of the uncompressed file's"),
+    "size": ("bytes", "1MB, 300KiB, or 0.1x of the uncompressed file's"),
+    "macs": ("macs", "10M, or 0.5x of the uncompressed model's"),
+    "drop": ("drop", "0.5 or 0.5pt, in points (hundredths)"),
+    "minutes": ("minutes", "30 (minutes), 30min or 2h"),
+}
+WANTED_FILE = "wanted a Python file that defines model and task"
+#: How the library names what an option of the command line sets -> the option.
+WORDS = {
+    r"name the dimensions that vary in dynamic=$": "give arrays of these sizes (--inputs), or say which (--batch, --size)",
+    r"(?:at_most|compress)\((threads|batch|trials|finalists|seconds)=\.\.\.\)": r"compress: --\1",
+    r"\b(minutes|trials|finalists)=(?=[ ;,)]|$)": r"--\1",
+    r"\bchoose another out=": "choose another {}",
+}
+OUTPUT_OF = {"report": "-o", "compress": "--out"}
 #: Lines at the end of the help of a command.
 EXAMPLES = {
     "verify": """  compresskit verify model.onnx int8.onnx --inputs samples.npz   real data: an array for each input
   compresskit verify model.onnx                                  the file at every optimization level
 
-exit code: 0 agrees, 1 does not agree, 2 cannot be read, 3 no verdict on random inputs""",
+exit code: 0 agrees, 1 does not agree, 2 cannot be read, 3 no verdict: on random inputs, or no output is finite""",
     "audit": """  compresskit audit int8.onnx
   compresskit audit int8.onnx --profile --against fp32.onnx --threads 2   why it is not faster""",
     "bench": """  compresskit bench fp32.onnx int8.onnx --threads 2 --seconds 5
@@ -48,10 +82,10 @@ exit code: 0 agrees, 1 does not agree, 2 cannot be read, 3 no verdict on random 
 
 exit code: 0 finished, 1 something is unfinished or damaged, 2 cannot be read""",
     "compress": """  compresskit compress mine.py --latency 5ms --size 1MB
-  compresskit compress mine.py --latency 0.3x --drop 0.5 --minutes 30 --out runs/small
+  compresskit compress mine.py --latency 0.3x --drop 0.5 --minutes 2h --out runs/small
 
 mine.py defines `model`, trained, and `task`, a compresskit.Task; and `train`, a compresskit.Train, if finalists are trained.
-exit code: 0 a file meets the budget, 2 none does""",
+exit code: 0 a file meets the budget, 2 none does, 130 stopped by Ctrl-C; the same command goes on""",
     "doctor": """  compresskit doctor
 
 exit code: 0 all that is needed is there, 1 something is missing or too old""",
@@ -80,18 +114,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0 for success, 1 if a file does not agree with its reference, a run is not finished or a package is
-        missing, 2 if a file cannot be read, 3 if random inputs do not allow a verdict.
+        missing, 2 if a file cannot be read, 3 if random inputs or outputs that are not finite allow no verdict, 130 if it was
+        stopped by a signal.
+
+    Raises SystemExit where the command line is wrong or asks for help, and where nobody reads the output.
     """
     parser = make_parser()
-    options = parser.parse_args(arguments)
-    if options.command == "completion":
-        sys.stdout.write(_completion_script(parser))
-        return 0
+    with _output_may_end():
+        options = parser.parse_args(arguments)
+        if options.command == "completion":
+            sys.stdout.write(_completion_script(parser))
+            return 0
     try:
         return COMMANDS[options.command](options)
     except CompressError as error:
-        sys.stderr.write(f"compresskit: {error}\n")
+        sys.stderr.write(f"compresskit: {_in_own_words(options.command, str(error))}\n")
         return 2
+    except Interrupted as error:
+        sys.stderr.write(f"compresskit: {error}\n")
+    except KeyboardInterrupt:
+        sys.stderr.write("compresskit: stopped by SIGINT\n")
+    return STOPPED
+
+
+@contextmanager
+def _output_may_end() -> Iterator[None]:
+    """End quietly where the reader of what is printed has gone, as in `compresskit inspect f.onnx | head`."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        with suppress(OSError):  # else the interpreter flushes once more at its end, and complains
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(UNREAD) from None
+
+
+def _in_own_words(command: str, text: str) -> str:
+    """A message of the library with the names of options in it."""
+    for library, own in WORDS.items():
+        text = re.sub(library, own.format(OUTPUT_OF.get(command, "file")), text)
+    return text
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -142,11 +206,14 @@ def _add_compress(commands: Any) -> None:
         commands, "compress", "search for the recipe that meets a budget, run it, and hand over its verified file"
     )
     command.add_argument("file", metavar="FILE.py", help="defines model and task")
-    command.add_argument("--latency", help="of one call of the file: 5ms, or 0.4x of the uncompressed file's")
-    command.add_argument("--size", help="of the file: 1MB, 300KiB, or 0.1x")
-    command.add_argument("--macs", help="multiply-accumulates of one sample: 10M, or 0.5x")
-    command.add_argument("--drop", help="how much worse the metric may be, in points (hundredths): 0.5, or 0.5pt")
-    command.add_argument("--minutes", type=float, help="how long may be trained in all (default: no training)")
+    for name, of in (
+        ("latency", "of one call of the file"),
+        ("size", "of the file"),
+        ("macs", "multiply-accumulates of one sample"),
+        ("drop", "how much worse the metric may be"),
+        ("minutes", "how long may be trained in all (default: no training)"),
+    ):
+        command.add_argument(f"--{name}", help=f"{of}: {CEILINGS[name][1]}")
     command.add_argument("--threads", type=int, default=1, help="threads of the runtime (default 1)")
     command.add_argument("--batch", type=int, default=1, help="samples of a call (default 1)")
     command.add_argument("--trials", type=int, default=24, help="candidates that are measured without training (default 24)")
@@ -170,11 +237,10 @@ def _completion_script(parser: argparse.ArgumentParser) -> str:
 def _add_input_options(command: argparse.ArgumentParser, name: str) -> None:
     """What a file is run on, and for how long. Those of `audit` are only for --profile, and None tells that none was given."""
     command.add_argument("--inputs", help="npz file with an array for each input; random numbers where not given")
-    rows = {"verify": 8, "bench": 1, "audit": None}[name]
-    command.add_argument("--batch", type=int, default=rows, help=f"rows of random inputs (default {rows or 1})")
-    usual = 64 if name == "verify" else None  # the latency of a size that nobody asked for says nothing
-    says = "other dimensions that vary" + (" (default %(default)s)" if usual else "")
-    command.add_argument("--size", type=int, default=usual, help=says)
+    rows = 8 if name == "verify" else 1
+    command.add_argument("--batch", type=int, help=f"rows of random inputs (default {rows}, where a file takes any)")
+    says = "other dimensions that vary" + (" (default 64)" if name == "verify" else "")
+    command.add_argument("--size", type=int, help=says)
     if name != "verify":
         once = 1 if name == "bench" else None
         command.add_argument("--threads", type=int, default=once, help="threads of the runtime (default 1)")
@@ -182,33 +248,48 @@ def _add_input_options(command: argparse.ArgumentParser, name: str) -> None:
 
 
 def _print(options: argparse.Namespace, record: Any, text: str) -> None:
-    sys.stdout.write((json.dumps(record, indent=1) if options.json else text) + "\n")
+    with _output_may_end():
+        sys.stdout.write((json.dumps(record, indent=1) if options.json else text) + "\n")
 
 
 def _inputs(path: str, options: argparse.Namespace, *others: str) -> Inputs | None:
     """Inputs of a file from the npz file, such that other files run on them, too; None where none is given."""
     if not options.inputs:
         return None
-    defaults = random_inputs(path, batch=options.batch, size=options.size or 1)
+    names = [entry.name for entry in open_session(path).get_inputs()]
     try:
         given = dict(np.load(options.inputs, allow_pickle=False))
     except FileNotFoundError:
         raise DataError(f"no such file: {options.inputs}") from None
     except (OSError, ValueError) as error:
         raise DataError(f"{options.inputs}: not an npz file of arrays ({error})") from None
-    if missing := sorted(set(defaults) - set(given)):
-        raise DataError(f"{options.inputs}: no array {missing[0]!r}; the file wants {sorted(defaults)}")
-    return shared_inputs({name: torch.from_numpy(given[name]) for name in defaults}, others)
+    if missing := sorted(set(names) - set(given)):
+        raise DataError(f"{options.inputs}: no array {missing[0]!r}; the file wants {sorted(names)}")
+    given = {name: given[name] for name in names}
+    check_sizes_of(given, options.batch, options.size, f"{options.command} --inputs {options.inputs}", OPTION)
+    return shared_inputs({name: torch.from_numpy(array) for name, array in given.items()}, others)
+
+
+def _agree_on_sizes_(options: argparse.Namespace, *paths: str) -> None:
+    """Set the options for random inputs that nobody gave to what all files take, where some take only one."""
+    options.batch, options.size = agreed_sizes(paths, options.batch, options.size, options.command, OPTION)
 
 
 def _verify_command(options: argparse.Namespace) -> int:
     if len(options.files) > 2:
         raise SettingError(f"verify: wanted one file, or a reference and a file, got {len(options.files)}")
     reference = options.files[0] if len(options.files) == 2 else None
-    inputs = _inputs(options.files[0], options, *options.files[1:])
-    result = verify_levels(options.files[-1], inputs, reference=reference, batch=options.batch, size=options.size)
-    _print(options, {"file": options.files[-1]} | result.to_json(), f"{options.files[-1]}: {result}")
-    return {True: 0, False: 1, None: 3}[result.passed]
+    if (inputs := _inputs(options.files[0], options, *options.files[1:])) is None:
+        _agree_on_sizes_(options, *options.files)
+    batch, size = (usual if given is None else given for given, usual in ((options.batch, 8), (options.size, 64)))
+    result = verify_levels(options.files[-1], inputs, reference=reference, batch=batch, size=size)
+    record, passed, lines = result.to_json(), result.passed, str(result).splitlines()
+    if remark := not_finite_remark(result.levels.values()):
+        lines.append(f"  {remark}" + ("; random inputs may be why: give real ones (--inputs)" if inputs is None else ""))
+    if passed and all(level.not_finite == 1 for level in result.levels.values()):
+        passed, lines[0] = None, "no verdict: no output is finite, so nothing was compared"
+    _print(options, {"file": options.files[-1]} | record | {"passed": passed}, f"{options.files[-1]}: " + "\n".join(lines))
+    return {True: 0, False: 1, None: 3}[passed]
 
 
 def _audit_command(options: argparse.Namespace) -> int:
@@ -229,11 +310,12 @@ def _audit_of(path: str, options: argparse.Namespace) -> Audit:
         if given:
             raise SettingError(f"audit: --{next(iter(given))} is for --profile; write that, too")
         return audit(path, size=options.size)
-    options.batch = options.batch or 1
     others = [options.against] if options.against else []
-    if (inputs := _inputs(path, options, *others)) is None:
-        ask_for_sizes(path, options.size, "audit --profile", SAY_WHICH)
-    return audit(path, profile=True, size=options.size, **{**given, "inputs": inputs})
+    if (inputs := _inputs(path, options, *others)) is not None:
+        return audit(path, profile=True, size=options.size, **{**given, "inputs": inputs})
+    batch, size = agreed_sizes([path, *others], options.batch, options.size, "audit --profile", OPTION)
+    ask_for_sizes(path, size, "audit --profile", SAY_WHICH)
+    return audit(path, profile=True, size=size, **{**given, "batch": 1 if batch is None else batch})
 
 
 def _shortened(value: Any) -> str:
@@ -245,22 +327,23 @@ def _shortened(value: Any) -> str:
 def _bench_command(options: argparse.Namespace) -> int:
     inputs = _inputs(options.files[0], options, *options.files[1:])
     if inputs is None:
+        _agree_on_sizes_(options, *options.files)
         ask_for_sizes(options.files[0], options.size, "bench", SAY_WHICH)
-    size = 1 if options.size is None else options.size  # nothing varies but the batch
     timings = benchmark(
         options.files,
         inputs,
         batch=options.batch,
-        size=size,
+        size=options.size,
         threads=options.threads,
         seconds=options.seconds,
         runtimes=options.runtime,
     )
     width = max(map(len, options.files))
-    lines = [f"{'file':<{width}}  {'runtime':<11}  {'KiB':>10}  {'median ms':>10}  {'ratio':>6}"]
-    lines += [
-        f"{t.path:<{width}}  {t.runtime:<11}  {t.bytes / 1024:>10.1f}  {t.milliseconds:>10.3f}  {t.ratio:>6.3f}" for t in timings
-    ]
+    lines = [f"{'file':<{width}}  {'runtime':<11}  {'batch':>5}  {'KiB':>10}  {'median ms':>10}  {'ratio':>6}"]
+    for t in timings:
+        rows = "-" if t.batch is None else t.batch
+        cells = f"{t.runtime:<11}  {rows:>5}  {t.bytes / 1024:>10.1f}  {t.milliseconds:>10.3f}  {t.ratio:>6.3f}"
+        lines.append(f"{t.path:<{width}}  {cells}")
     if options.runtime is None and installed_openvino() is None:
         lines.append(f"openvino is not installed, no file was timed in it: {OPENVINO_REMEDY}")
     _print(options, [asdict(t) for t in timings], "\n".join(lines))
@@ -271,9 +354,11 @@ def _report_command(options: argparse.Namespace) -> int:
     runs = [read_run(folder) for folder in options.files]
     missing = [sentence for run in runs for sentence in run.missing]
     if options.output is None:
+        lines = []
         for run in runs:
-            lines = [table(run.rows), *remarks(run.rows)] if run.rows else [f"{run.folder}: no stage is finished"]
-            _print(options, run.to_json(), "\n".join(lines))
+            lines += [table(run.rows), *remarks(run.rows)] if run.rows else [f"{run.folder}: no stage is finished"]
+        records = [run.to_json() for run in runs]
+        _print(options, records if len(records) > 1 else records[0], "\n".join(lines))
     else:
         writers = {".html": write_page, ".csv": write_csv}
         if (write := writers.get(Path(options.output).suffix)) is None:
@@ -289,7 +374,7 @@ def _inspect_command(options: argparse.Namespace) -> int:
     return 0
 
 
-def _points(drop: str | None) -> str | None:
+def _with_points(drop: str | None) -> str | None:
     """A drop whose unit is points where none is written."""
     try:
         return None if drop is None else f"{float(drop)}pt"
@@ -297,34 +382,77 @@ def _points(drop: str | None) -> str | None:
         return drop
 
 
-def _compress_command(options: argparse.Namespace) -> int:
-    budget = at_most(
-        latency=options.latency,
-        bytes=options.size,
-        macs=options.macs,
-        drop=_points(options.drop),
-        minutes=options.minutes,
-        threads=options.threads,
-        batch=options.batch,
-    )
-    if not Path(options.file).is_file():
-        raise DataError(f"no such file: {options.file}")
-    sys.path.insert(0, str(Path(options.file).resolve().parent))  # as if it were run
-    defined = runpy.run_path(options.file)
-    if missing := [name for name in ("model", "task") if name not in defined]:
+def _ceilings(options: argparse.Namespace) -> dict[str, str | None]:
+    """What `at_most` takes, by quantity. Raises SettingError, in the words of the command line, for what it does not take."""
+    given: dict[str, str | None] = {}
+    for name, (quantity, wanted) in CEILINGS.items():
+        text = vars(options)[name]
+        given[quantity] = _with_points(text) if name == "drop" else text
+        try:
+            if text is not None:
+                parse_ceiling(quantity, given[quantity])
+        except SettingError:
+            raise SettingError(f"compress --{name}: wanted {wanted}, got {text!r}") from None
+    if not any(given[CEILINGS[name][0]] for name in CEILINGS if name != "minutes"):
         raise SettingError(
-            f"compress: {options.file} defines no {' and no '.join(missing)}; write model = ... and task = ck.Task(...)"
+            "compress: wanted at least one of --latency, --size, --macs and --drop, got none; such as --latency 5ms"
         )
-    found = compress(
-        defined["model"],
-        defined["task"],
-        budget,
-        out=options.out,
-        train=defined.get("train"),
-        trials=options.trials,
-        finalists=options.finalists,
-        seconds=options.seconds,
-    )
+    return given
+
+
+def _defined_by(path: str) -> dict[str, Any]:
+    """The names that a user's file defines. Raises SettingError where it cannot be run, or has no model and task."""
+    if Path(path).is_dir():
+        raise DataError(f"{path}: a folder; {WANTED_FILE}")
+    if not Path(path).is_file():
+        raise DataError(f"no such file: {path}")
+    try:
+        with open(path, "rb") as file:
+            binary = Path(path).suffix == ".onnx" or b"\0" in file.read()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); {WANTED_FILE}") from None
+    if binary:
+        raise DataError(f"{path}: not a Python file; {WANTED_FILE}")
+    sys.path.insert(0, str(Path(path).resolve().parent))  # as if it were run
+    try:
+        defined = runpy.run_path(path)
+    except Exception as error:
+        said = " ".join("".join(traceback.format_exception_only(error)[-1:]).split())
+        raise SettingError(f"compress: {_line_of(path, error)}: {said}; python {path} shows the whole traceback") from error
+    if missing := [name for name in ("model", "task") if name not in defined]:
+        raise SettingError(f"compress: {path} defines no {' and no '.join(missing)}; write model = ... and task = ck.Task(...)")
+    for name, kind in (("model", nn.Module), ("task", Task)):
+        if not isinstance(value := defined[name], kind):
+            wanted = f"a {'torch.nn' if kind is nn.Module else 'compresskit'}.{kind.__name__}"
+            raise SettingError(f"compress: {path}: {name}: wanted {wanted}, got {type(value).__name__}; write {name} = one")
+    return defined
+
+
+def _line_of(path: str, error: Exception) -> str:
+    """The line of a file in which an error came up, and that of another file where it was raised."""
+    places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)[1:]]
+    if isinstance(error, SyntaxError):
+        places.append((error.filename or path, error.lineno))
+    places = [(file, line) for file, line in places if not file.startswith("<")]
+    own, last = [line for file, line in places if file == path], places[-1] if places else (path, 0)
+    inside = "" if last[0] == path else f" ({last[0]}, line {last[1]})"
+    return f"{path}, line {own[-1]}{inside}" if own else f"{path}{inside}"
+
+
+def _compress_command(options: argparse.Namespace) -> int:
+    budget = at_most(**_ceilings(options), threads=options.threads, batch=options.batch)
+    defined = _defined_by(options.file)
+    with stoppable(Path(options.out)):
+        found = compress(
+            defined["model"],
+            defined["task"],
+            budget,
+            out=options.out,
+            train=defined.get("train"),
+            trials=options.trials,
+            finalists=options.finalists,
+            seconds=options.seconds,
+        )
     _print(options, found.to_json(), str(found))
     return 0
 
@@ -339,12 +467,8 @@ def _doctor_command(options: argparse.Namespace) -> int:
     lines += [f"  {here['int8']}", f"  {here['bf16']}"]
     lines += [f"GPU: {name}" for name in here["gpus"]] or ["GPU: none that torch can use"]
     for package in found:
-        state = package.version or "missing"
-        if package.purpose:
-            advice = "" if package.version else f"  only for {package.purpose}: pip install {package.name}"
-        else:
-            advice = "" if package.fits else f"  wanted {package.wanted} or newer: pip install '{package.name}>={package.wanted}'"
-        lines.append(f"  {package.name:<14} {state}{advice}")
+        advice = f"  {package.advice}" if package.advice else ""
+        lines.append(f"  {package.name:<14} {package.version or 'missing'}{advice}")
     fits = all(package.fits for package in found)
     lines.append("all that is needed is there" if fits else "something that is needed is missing or too old")
     _print(options, here | {"packages": [asdict(p) | {"fits": p.fits} for p in found], "fits": fits}, "\n".join(lines))

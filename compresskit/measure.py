@@ -21,8 +21,21 @@ from torch.utils import _pytree as pytree
 from compresskit.base.errors import DataError, ExportError, SettingError
 from compresskit.base.inputs import AnyInputs, as_inputs
 from compresskit.base.progress import progress_bar
-from compresskit.base.task import RunningMetric, Task, batch_size, call, call_checked, to_device
-from compresskit.graph.surgery import mode, state_kept
+from compresskit.base.task import (
+    Inputs,
+    RowDims,
+    RunningMetric,
+    Task,
+    batch_size,
+    call,
+    call_checked,
+    first_rows,
+    row_dims,
+    rows_that_run,
+    to_device,
+)
+from compresskit.graph.capture import Dynamic, input_names
+from compresskit.graph.surgery import call_unmoved, mode, state_kept
 
 LONGEST_MESSAGE = 400  # characters of an error of ONNX Runtime that are shown
 #: Setting of a session: microseconds that its threads wait busily for more work before they sleep. By the runtime's default they
@@ -40,7 +53,33 @@ def count_nonzero(model: nn.Module) -> int:
     return sum(int(torch.count_nonzero(p)) for p in model.parameters())
 
 
-def count_macs(model: nn.Module, inputs: AnyInputs) -> int:
+def input_row_dims(model: nn.Module, inputs: Inputs, dynamic: Dynamic) -> RowDims | None:
+    """Where the rows of a batch are in each input of a model, as the dimensions that may vary in its file say; see `row_dims`."""
+    return row_dims(input_names(model, inputs), dynamic)
+
+
+def task_row_dims(model: nn.Module, task: Task, dynamic: Dynamic) -> RowDims | None:
+    """The same of a task's inputs. Data are read only where dimensions are named or the batch is fixed."""
+    if not isinstance(dynamic, Mapping) and 0 in dynamic:
+        return None
+    return input_row_dims(model, task.example(), dynamic)
+
+
+def few_rows(model: nn.Module, inputs: Inputs, count: int, dims: RowDims | None = None) -> Inputs:
+    """Return the first rows of inputs where a model runs on them in eval mode, and the inputs as they are where it does not.
+
+    dims: where the rows of each input are, where that is known.
+    """
+    return rows_that_run(partial(run_once, model), first_rows(inputs, count, dims), inputs)
+
+
+def run_once(model: nn.Module, inputs: Inputs) -> None:
+    """Run a model in eval mode and leave it as it was. Raises what the model raises."""
+    with torch.no_grad(), mode(model, training=False):
+        call_unmoved(model, inputs)
+
+
+def count_macs(model: nn.Module, inputs: AnyInputs, *, dims: RowDims | None = None) -> int:
     """Return the multiply-accumulates of one sample in eval mode: half of the operations that torch's flop counter counts.
 
     Fused kernels (attention's fast path, oneDNN's LSTM) are disabled meanwhile: the counter does not see the operations inside.
@@ -48,6 +87,7 @@ def count_macs(model: nn.Module, inputs: AnyInputs) -> int:
     Args:
         model: any module; its mode is restored, and so is state that its forward writes.
         inputs: a batch of inputs, as a tensor, a tuple or a dict.
+        dims: where its samples are in each input, where they are not in the first dimension; see `input_row_dims`.
     """
     from torch.utils.flop_counter import FlopCounterMode  # loads triton: a tenth of a second
 
@@ -70,7 +110,7 @@ def count_macs(model: nn.Module, inputs: AnyInputs) -> int:
     finally:
         torch.backends.mha.set_fastpath_enabled(fused[0])
         torch._C._set_mkldnn_enabled(fused[1])
-    return counter.get_total_flops() // 2 // batch_size(inputs)
+    return counter.get_total_flops() // 2 // batch_size(inputs, dims)
 
 
 def _bilinear_flops(_: Sequence[int], weight: Sequence[int], second: Sequence[int], *__: Any, **___: Any) -> int:
@@ -285,6 +325,17 @@ def run_session(session: Any, feed: Mapping[str, np.ndarray], path: str | Path) 
         if "Got invalid dimensions" in message:
             raise ExportError(f"{message}; name the dimensions that vary in dynamic=") from error
         raise ExportError(message) from error
+
+
+def run_files(paths: Sequence[str | Path], inputs: AnyInputs) -> None:
+    """Run ONNX files once in ONNX Runtime, which prints nothing where one does not run; raises the runtime's error then."""
+    import onnxruntime as ort
+
+    quiet = ort.RunOptions()
+    quiet.log_severity_level = 4
+    for path in paths:
+        runner = session(path)
+        runner.run(None, numpy_inputs(runner, inputs, path), quiet)
 
 
 def latency(

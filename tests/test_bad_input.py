@@ -64,7 +64,8 @@ BAD = {
         "put a Train or Distill before it",
     ),
     "no epochs": (lambda: ck.Train(epochs=0), SettingError, "a whole number >= 1, got 0"),
-    "epochs of text": (lambda: ck.Train(epochs="3"), SettingError, "a whole number >= 1, got 3"),
+    "epochs of text": (lambda: ck.Train(epochs="3"), SettingError, "a whole number >= 1, got '3'"),
+    "QAT of no length": (lambda: ck.QAT(), SettingError, r"QAT\(\): wanted epochs= or steps=, one of the two, got neither"),
     "clip of nan": (
         lambda: ck.Train(epochs=1, clip=float("nan")),
         SettingError,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -61,12 +63,13 @@ def test_bench_prints_latencies_and_ratios(files, capsys, monkeypatch) -> None:
     assert main(["bench", *files, "--batch", "4", "--json"]) == 0
     timings = json.loads(capsys.readouterr().out)
     assert [t["path"] for t in timings] == list(files)
+    assert [t["batch"] for t in timings] == [4, 4]
     assert all(t["milliseconds"] > 0 and t["bytes"] > 1000 for t in timings)
     assert timings[0]["ratio"] == 1
     assert main(["bench", files[0], "--seconds", "0.1"]) == 0
     head, row, note = capsys.readouterr().out.splitlines()
-    assert head.split() == ["file", "runtime", "KiB", "median", "ms", "ratio"]
-    assert row.split()[:2] == [files[0], "onnxruntime"]
+    assert head.split() == ["file", "runtime", "batch", "KiB", "median", "ms", "ratio"]
+    assert row.split()[:3] == [files[0], "onnxruntime", "1"]
     assert row.split()[-1] == "1.000"
     assert note == "openvino is not installed, no file was timed in it: pip install openvino"
     assert main(["bench", files[0], "--seconds", "0.1", "--runtime", "onnxruntime"]) == 0
@@ -103,6 +106,10 @@ def test_report_prints_the_table_of_a_run(tmp_path, capsys) -> None:
     assert [row["stage"] for row in record["rows"]] == ["0-start", "1-staticquant"]
     assert record["stages"][0]["kind"] == "StaticQuant"
     assert record["environment"]["packages"]["torch"] == torch.__version__.partition("+")[0]
+    assert main(["report", run, run, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == [record, record]
+    assert main(["report", run, "-o", str(tmp_path / "none" / "page.html")]) == 2
+    assert capsys.readouterr().err.endswith("(No such file or directory); look at its rights, or choose another -o\n")
     page, lines = tmp_path / "page.html", tmp_path / "page.csv"
     assert main(["report", run, run, "-o", str(page)]) == main(["report", run, "-o", str(lines)]) == 0
     assert page.read_text().count(" (2)</h2>") == 1  # the same run twice
@@ -143,6 +150,10 @@ def test_unreadable_files_end_with_exit_code_2(files, capsys, tmp_path) -> None:
         (["audit", str(tmp_path / "bad.onnx"), "--profile"], "cannot load it"),
         (["verify", files[0], "--inputs", str(tmp_path / "shape.npz")], "index: 1 Got: 5 Expected: 3"),
         (["bench", files[0], "--inputs", str(tmp_path / "shape.npz")], "f.onnx: ONNX Runtime cannot run it: Got invalid dimens"),
+        (
+            ["verify", files[0], "--inputs", str(tmp_path / "shape.npz")],
+            "; give arrays of these sizes (--inputs), or say which (",
+        ),
     ):
         assert main(arguments) == 2
         error = capsys.readouterr().err
@@ -181,6 +192,198 @@ def test_shells_complete_commands_and_options(capsys) -> None:
         code = f'{script}\n{typed}\n_compresskit\necho "${{COMPREPLY[@]}}"'
         done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True)
         assert (done.stdout.split(), done.stderr) == (expected, "")
+
+
+@pytest.fixture(scope="module")
+def sized(tmp_path_factory):
+    """Files of one model: of any size, of any batch, of a batch of 2, of a batch of 4; and npz files of 0 and 2 rows."""
+    folder, example = tmp_path_factory.mktemp("sized"), torch.randn(2, 3, 8, 8)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
+    made = {}
+    for name, dynamic, rows in (("free", (0, 2, 3), 2), ("any", (0,), 2), ("two", (), 2), ("four", (), 4)):
+        x = example.repeat(rows // 2, 1, 1, 1)
+        made[name] = str(ck.export_onnx(model, folder / f"{name}.onnx", (x,), dynamic=dynamic))
+    for rows in (0, 2):
+        np.savez(folder / f"{rows}.npz", input=np.zeros((rows, 3, 8, 8), np.float32))
+        made[str(rows)] = str(folder / f"{rows}.npz")
+    return made
+
+
+def test_files_are_timed_at_a_batch_that_all_take(sized, capsys) -> None:
+    quick = ["--seconds", "0.02", "--runtime", "onnxruntime", "--json"]
+    for names, options, batch in (
+        (["any"], [], 1),
+        (["two"], [], 2),
+        (["any", "two"], [], 2),
+        (["two", "any"], [], 2),
+        (["free", "two"], [], 2),  # at its size, too
+        (["any"], ["--batch", "3"], 3),
+        (["two"], ["--batch", "2", "--size", "8"], 2),
+        (["any"], ["--inputs", sized["2"]], 2),
+        (["any"], ["--inputs", sized["2"], "--batch", "2"], 2),
+    ):
+        assert main(["bench", *(sized[name] for name in names), *options, *quick]) == 0
+        assert {t["batch"] for t in json.loads(capsys.readouterr().out)} == {batch}
+    assert main(["verify", sized["any"], sized["two"]]) == main(["verify", sized["free"], sized["two"]]) == 0
+    assert main(["audit", sized["any"], "--profile", "--against", sized["two"], "--seconds", "0.02"]) == 0
+
+
+def test_a_batch_or_a_size_that_a_file_does_not_take_is_refused(sized, capsys) -> None:
+    two, four, takes = sized["two"], sized["four"], f"{sized['two']} takes input (2, 3, 8, 8) and no other"
+    for arguments, message in (
+        (["bench", two, "--batch", "4"], f"bench: {takes} batch, got --batch 4; say --batch 2, or leave it out"),
+        (["bench", sized["any"], two, "--batch", "4"], f"{takes} batch, got --batch 4; say --batch 2, or leave it out"),
+        (["bench", two, "--size", "224"], f"{takes} size, got --size 224; leave it out"),
+        (["verify", two, "--batch", "4"], f"verify: {takes} batch, got --batch 4; say --batch 2, or leave it out"),
+        (["audit", two, "--profile", "--batch", "4"], f"audit --profile: {takes} batch, got --batch 4; say --batch 2"),
+        (["bench", two, four], f"got {two} with 2 in a dimension where {four} has 4; export one with dimensions that vary"),
+        (
+            ["bench", sized["any"], "--inputs", sized["2"], "--batch", "4"],
+            "wanted inputs for --batch 4, got input (2, 3, 8, 8); leave",
+        ),
+        (
+            ["bench", two, "--inputs", sized["2"], "--size", "9"],
+            "wanted inputs for --size 9, got input (2, 3, 8, 8); leave out one",
+        ),
+        (
+            ["bench", sized["any"], "--inputs", sized["0"]],
+            "0.npz: the inputs have no rows, got input (0, 3, 8, 8); give at least one",
+        ),
+        (
+            ["verify", sized["any"], "--inputs", sized["0"]],
+            "0.npz: the inputs have no rows, got input (0, 3, 8, 8); give at least one",
+        ),
+        (["bench", four, "--inputs", sized["2"]], "Got: 2 Expected: 4; give arrays of these sizes (--inputs), or say which"),
+    ):
+        assert main(arguments) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert "dynamic=" not in error
+        assert error.count("\n") == 1
+
+
+def test_verify_says_that_outputs_are_not_finite(capsys, tmp_path) -> None:
+    class Log(nn.Module):
+        def forward(self, x):
+            return torch.log(x)
+
+    path = str(ck.export_onnx(Log(), tmp_path / "f.onnx", (torch.ones(2, 8),)))
+    assert main(["verify", path]) == 0
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first == f"{path}: agrees with the file as it is written"
+    assert re.fullmatch(r"  not finite: [\d.]+% of the values are NaN or infinite, at the same places in both; random .*", last)
+    np.savez(tmp_path / "x.npz", x=np.full((2, 8), -1, np.float32))
+    assert main(["verify", path, "--inputs", str(tmp_path / "x.npz")]) == 3
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first == f"{path}: no verdict: no output is finite, so nothing was compared"
+    assert last == "  not finite: all values are NaN or infinite, at the same places in both"
+    assert main(["verify", path, "--inputs", str(tmp_path / "x.npz"), "--json"]) == 3
+    assert json.loads(capsys.readouterr().out)["passed"] is None
+
+
+def test_verify_compares_truth_values(capsys, tmp_path) -> None:
+    class Positive(nn.Module):
+        def forward(self, x):
+            return x > 0
+
+    class Negative(nn.Module):
+        def forward(self, x):
+            return x < 0
+
+    one, other = (str(ck.export_onnx(m(), tmp_path / f"{m.__name__}.onnx", (torch.ones(2, 8),))) for m in (Positive, Negative))
+    assert main(["verify", one]) == 0
+    assert main(["verify", one, other]) == 1
+    assert "DISAGREES" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["inspect"], ["--help"], ["completion"]])
+def test_output_that_nobody_reads_ends_a_command_quietly(arguments, files, capsys, monkeypatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as unread:
+        monkeypatch.setattr(sys, "stdout", unread)
+        with pytest.raises(SystemExit, match="141"):
+            main([*arguments, *(files[:1] if arguments == ["inspect"] else [])])
+        unread.flush()  # as the interpreter does at its end
+    assert capsys.readouterr().err == ""
+
+
+def test_the_file_of_compress_defines_model_and_task(files, capsys, tmp_path) -> None:
+    mine = tmp_path / "mine.py"
+    (tmp_path / "broken_helper.py").write_text("\nx = (\n")
+    for text, message in (
+        ("model = 1\ntask = 2\n", f"compress: {mine}: model: wanted a torch.nn.Module, got int; write model = one"),
+        (
+            "from torch import nn\nmodel = nn.Linear(1, 1)\ntask = {'a': 1}\n",
+            f"compress: {mine}: task: wanted a compresskit.Task, got dict; write task = one",
+        ),
+        (
+            "x = 1\ny = (\n",
+            f"compress: {mine}, line 2: SyntaxError: '(' was never closed; python {mine} shows the whole traceback",
+        ),
+        ("\nimport nowhere\n", f"compress: {mine}, line 2: ModuleNotFoundError: No module named 'nowhere'; python"),
+        ("import broken_helper\n", f"compress: {mine}, line 1 ({tmp_path}/broken_helper.py, line 2): SyntaxError: '('"),
+        ("import json\njson.loads('[')\n", f"compress: {mine}, line 2 ({json.decoder.__file__}, line "),
+        ("raise ValueError('one\\ntwo')\n", f"compress: {mine}, line 1: ValueError: one two; python"),
+    ):
+        mine.write_text(text)
+        assert main(["compress", str(mine), "--size", "1MB"]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"compresskit: {message}")
+        assert error.count("\n") == 1
+    for given, what in ((files[0], "not a Python file"), (str(tmp_path), "a folder")):
+        assert main(["compress", given, "--size", "1MB"]) == 2
+        assert capsys.readouterr().err == f"compresskit: {given}: {what}; wanted a Python file that defines model and task\n"
+
+
+COMPRESSED = (
+    "import compresskit as ck, torch\nmodel = torch.nn.Linear(2, 2)\ntask = ck.Task(val=[(torch.ones(2, 2), torch.ones(2))])\n"
+)
+
+
+@pytest.fixture
+def budgets(monkeypatch, tmp_path):
+    """The budgets that a command asks `compress` for, which does nothing; and the name of a file to compress."""
+    (tmp_path / "mine.py").write_text(COMPRESSED)
+    found: list = []
+
+    def compress(model, task, budget, **options):
+        found.append(budget)
+        raise ck.CompressError("compress: none; raise trials=, choose another out=")
+
+    monkeypatch.setattr("compresskit.cli.compress", compress)
+    return found, str(tmp_path / "mine.py")
+
+
+def test_the_budget_of_compress_is_in_the_words_of_the_command_line(budgets, capsys) -> None:
+    found, mine = budgets
+    for text in ("2h", "120", "120min", "7200s"):
+        assert main(["compress", mine, "--drop", "0.5", "--minutes", text]) == 2
+        assert capsys.readouterr().err == "compresskit: compress: none; raise --trials, choose another --out\n"
+    assert set(found) == {ck.at_most(drop="0.5pt", minutes="2h")}
+    for arguments, message in (
+        (["--drop", "-1"], "compress --drop: wanted 0.5 or 0.5pt, in points (hundredths), got '-1'"),
+        (["--drop", "nan"], "compress --drop: wanted 0.5 or 0.5pt, in points (hundredths), got 'nan'"),
+        (["--drop", "1", "--minutes", "2d"], "compress --minutes: wanted 30 (minutes), 30min or 2h, got '2d'"),
+        (["--size", "1 parsec"], "compress --size: wanted 1MB, 300KiB, or 0.1x of the uncompressed file's, got '1 parsec'"),
+        (["--drop", "1", "--threads", "0"], "compress: --threads: wanted a whole number >= 1, got 0"),
+        ([], "compress: wanted at least one of --latency, --size, --macs and --drop, got none; such as --latency 5ms"),
+    ):
+        assert main(["compress", mine, *arguments]) == 2
+        assert capsys.readouterr().err == f"compresskit: {message}\n"
+    assert len(found) == 4
+
+
+def test_a_search_that_is_stopped_says_how_it_goes_on(budgets, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("compresskit.cli.compress", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    before = signal.getsignal(signal.SIGINT)
+    assert main(["compress", budgets[1], "--size", "1MB", "--out", "runs/s"]) == 130
+    said = "compresskit: stopped by SIGINT; runs/s has what was done. Run the same command again to go on\n"
+    assert capsys.readouterr().err == said
+    assert signal.getsignal(signal.SIGINT) is before
+    monkeypatch.setattr("compresskit.cli.inspect_onnx", lambda _: signal.raise_signal(signal.SIGINT))
+    assert main(["inspect", "f.onnx"]) == 130
+    assert capsys.readouterr().err == "compresskit: stopped by SIGINT\n"
 
 
 def test_audit_shortens_long_metadata(capsys, tmp_path) -> None:

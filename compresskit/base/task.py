@@ -25,6 +25,7 @@ from compresskit.base.progress import Progress
 
 Inputs = tuple[Any, ...] | dict[str, Any]
 Metric = Callable[[Tensor, Any], Any]
+RowDims = Sequence[int | None]  # of each leaf of inputs, the dimension that the rows of a batch are in
 
 IGNORED = -100  # the label that PyTorch's losses leave out
 
@@ -130,6 +131,11 @@ def call(model: Callable[..., Any], inputs: Inputs) -> Any:
     return model(**inputs) if isinstance(inputs, dict) else model(*inputs)
 
 
+def copied_tensors(value: Any) -> Any:
+    """The same nested value with copies of its tensors, into which code may write."""
+    return pytree.tree_map_only(Tensor, torch.clone, value)
+
+
 def to_device(value: Any, device: torch.device | str) -> Any:
     """Move every tensor in nested tuples, lists and dicts to a device; other values are returned as they are."""
     if isinstance(value, Tensor):
@@ -142,8 +148,14 @@ def to_device(value: Any, device: torch.device | str) -> Any:
     return value
 
 
-def batch_size(inputs: Inputs) -> int:
-    """Return the rows of the first tensor among the inputs, or the length of the first list of tensors, also inside dicts."""
+def batch_size(inputs: Inputs, dims: RowDims | None = None) -> int:
+    """Return the rows of the first tensor among the inputs, or the length of the first list of tensors, also inside dicts.
+
+    dims: where the rows of each are, see `row_dims`; the first that has any counts.
+    """
+    given = zip(pytree.tree_leaves(inputs), dims or (), strict=dims is not None)
+    if (rows := next((value.shape[dim] for value, dim in given if dim is not None), None)) is not None:
+        return int(rows)
     pending = list(inputs.values() if isinstance(inputs, dict) else inputs)
     while pending:
         value = pending.pop(0)
@@ -156,40 +168,82 @@ def batch_size(inputs: Inputs) -> int:
     raise DataError(f"no tensor among the inputs of a batch, got {[type(v).__name__ for v in inputs]}")
 
 
-def first_rows(inputs: Inputs, count: int) -> Inputs:
-    """Return the inputs with the first `count` rows of every tensor, also of those in lists, tuples and dicts.
+def row_dims(names: Sequence[str], dynamic: Any) -> RowDims | None:
+    """Where the rows of a batch are in each of several inputs, as the dimensions that may vary in a file say.
 
-    The rows of a state, (layers, rows, width), are in its second dimension: where that alone has as many as the first tensor.
+    They are in what is called by a name with "batch" in it, and else by the name of the first dimension of the first input.
+
+    >>> row_dims(["x", "mask"], {"x": {0: "length", 1: "batch"}, "mask": {0: "length", 1: "length"}})
+    (1, None)
+
+    Args:
+        names: of the inputs, in order.
+        dynamic: dimensions that may vary, by number for all inputs or by name for each; see `graph.Dynamic`.
+
+    Returns: a dimension for each input, None where it has no rows; None alone where nothing is said, see `first_rows`.
     """
-    tensors = [value for value in pytree.tree_leaves(inputs) if isinstance(value, Tensor) and value.ndim]
-    rows = len(tensors[0]) if tensors else 0
+    if not isinstance(dynamic, Mapping):
+        return None if 0 in dynamic else (None,) * len(names)
+    named = {name: dims for name, dims in dynamic.items() if isinstance(dims, Mapping)}
+    called = {label for dims in named.values() for label in dims.values() if "batch" in str(label).lower()}
+    if not called and names and 0 in named.get(names[0], {}):
+        called = {named[names[0]][0]}
+    return tuple(next((d for d, label in named.get(name, {}).items() if label in called), None) for name in names)
 
-    def cut(value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.ndim:
-            return value
-        return value[:, :count] if value.ndim == 3 and len(value) != rows == value.shape[1] else value[:count]
 
-    found: Inputs = pytree.tree_map(cut, inputs)
+def first_rows(inputs: Inputs, count: int, dims: RowDims | None = None) -> Inputs:
+    """Return the inputs with the first `count` rows of every tensor that has rows, also of those in lists, tuples and dicts.
+
+    Tensors without as many rows as the first one, such as masks and tables, stay as they are. The rows of a state, (layers, rows,
+    width), are in its second dimension: where that alone has as many as the first tensor.
+
+    dims: where the rows of each are, where that is known; see `row_dims`.
+    """
+    leaves, structure = pytree.tree_flatten(inputs)
+    if dims is None:
+        rows = next((len(value) for value in leaves if isinstance(value, Tensor) and value.ndim), 0)
+        dims = [_row_dim(value, rows) for value in leaves]
+    cut = [v if d is None else v[(slice(None),) * d + (slice(count),)] for v, d in zip(leaves, dims, strict=True)]
+    found: Inputs = pytree.tree_unflatten(cut, structure)
     return found
 
 
-def repeated_rows(inputs: Inputs, count: int) -> Inputs:
+def repeated_rows(inputs: Inputs, count: int, dims: RowDims | None = None) -> Inputs:
     """Return inputs of exactly `count` rows: the first ones, repeated in their order where there are fewer.
 
-    Tensors without as many rows as the first one, such as tables, stay as they are. States are read as by `first_rows`.
+    What has no rows stays as it is, as by `first_rows`.
     """
-    held = batch_size(inputs)
-
-    def repeat(value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.ndim:
-            return value
-        dim = 1 if value.ndim == 3 and len(value) != held == value.shape[1] else 0
-        if value.shape[dim] != held:
-            return value
-        return value.index_select(dim, torch.arange(count, device=value.device) % held)
-
-    found: Inputs = pytree.tree_map(repeat, inputs)
+    held = batch_size(inputs, dims)
+    leaves, structure = pytree.tree_flatten(inputs)
+    dims = [_row_dim(value, held) for value in leaves] if dims is None else dims
+    repeated = [
+        value if dim is None else value.index_select(dim, torch.arange(count, device=value.device) % held)
+        for value, dim in zip(leaves, dims, strict=True)
+    ]
+    found: Inputs = pytree.tree_unflatten(repeated, structure)
     return found
+
+
+def _row_dim(value: Any, rows: int) -> int | None:
+    """The dimension of an input that so many rows are in; None where they are in none."""
+    if not isinstance(value, Tensor) or not value.ndim:
+        return None
+    if len(value) == rows:
+        return 0
+    return 1 if value.ndim == 3 and value.shape[1] == rows else None
+
+
+def rows_that_run(run: Callable[[Inputs], object], rows: Inputs, inputs: Inputs) -> Inputs:
+    """Return `rows` of inputs where a function runs on them, and the inputs as they are where it does not.
+
+    The nodes of a graph go with its edges, and the frames of a video come in a fixed number: fewer of them are no inputs.
+    """
+    if shapes_of(rows) == shapes_of(inputs):
+        return inputs
+    with suppress(Exception), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        run(rows)
+        return rows
+    return inputs
 
 
 def shapes_of(inputs: Any) -> list[tuple[int, ...]]:

@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from compresskit.base.errors import ModelError, SettingError
-from compresskit.base.task import Task, call, first_rows
+from compresskit.base.task import Task, call
 from compresskit.distill.models.teacher import TeacherLike, View
 from compresskit.distill.objectives.imitate import Imitate, imitate
 from compresskit.distill.objectives.loss_weights import LossWeight
 from compresskit.distill.objectives.terms import DistillLoss, Term, drop_adapters_
 from compresskit.graph.surgery import copy_model, mode
+from compresskit.measure import few_rows
 from compresskit.train.train import Train, fit_
 
 
@@ -77,7 +78,7 @@ class Distill(Train):
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             student = self.skeleton(model).to(task.device)
             with mode(student, training=False):
-                predictions = task.predict(call(student, first_rows(task.example(), 2)))
+                predictions = task.predict(call(student, few_rows(student, task.example(), 2)))
         if predictions.shape[1:2] == (1,):
             raise ModelError(
                 f"Distill(): {type(student).__name__} gives one channel, of which a softmax says nothing; pass"

@@ -28,7 +28,6 @@ from torch.utils import _pytree as pytree
 from compresskit.base.errors import CompressError, ModelError, SettingError, named_first_line
 from compresskit.base.inputs import AnyInputs, as_inputs, check_has_rows
 from compresskit.base.task import Inputs, batch_size, call, first_rows, misfit, shapes_of
-from compresskit.graph.constant_dimensions import constant_dimensions
 from compresskit.graph.exportable import make_exportable_
 from compresskit.graph.interpreter import run_graph
 from compresskit.graph.layers.packed_sequences import check_cell_states_, check_padded_outputs
@@ -37,6 +36,7 @@ from compresskit.graph.normalize import Node, fold_written_constants_, mutates_a
 from compresskit.graph.recurrent import KeepRecurrent, restore_recurrent_
 from compresskit.graph.reserved_names import rename_first, rename_reserved_, reserved_names
 from compresskit.graph.surgery import call_unmoved, check_is_module, get_tensor, mode, state_kept, unset_buffers_kept
+from compresskit.graph.varying_dimensions import constant_dimensions, warn_of_conditions
 
 #: The dynamic dimensions of the inputs: numbers that hold for every tensor, `(0, 2, 3)`; names for the dimensions of each input,
 #: `{"x": {0: "batch", 2: "height"}}`; or `()` for none.
@@ -228,6 +228,7 @@ def trace(model: nn.Module, example: Inputs, dynamic: Dynamic) -> tuple[torch.ex
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's, of projections
             check_padded_outputs(call_unmoved(model, compared)[0], call(program.module(), compared))
+    warn_of_conditions(program, model, example, _varying(model, example, dynamic), input_names(model, example))
     rename_reserved_(program, reserved_names(model))
     make_exportable_(program.graph_module)
     return program, example
@@ -422,7 +423,8 @@ def calls_inside(model: nn.Module, inputs: Inputs, inside: str) -> list[Inputs]:
 def _two_rows(model: nn.Module, example: Inputs, dynamic: Dynamic) -> Inputs:
     """Take two rows of every input whose first dimension is dynamic; a single row is doubled.
 
-    So are dimensions with the name of such a first one, as of the states of an LSTM, (layers, rows, width).
+    So are dimensions with the name of such a first one, as of the states of an LSTM, (layers, rows, width). Inputs of which the
+    model takes no two rows, as of the nodes of a graph beside its edges, stay whole.
     """
     varying = _varying(model, example, dynamic)
     dimensions = {name: dict.fromkeys([0] if 0 in dims else []) for name, dims in varying.items()}
@@ -431,12 +433,20 @@ def _two_rows(model: nn.Module, example: Inputs, dynamic: Dynamic) -> Inputs:
         batch = {dims[0] for dims in named.values() if 0 in dims}
         for name, dims in named.items():
             dimensions[name] |= dict.fromkeys(d for d, called in dims.items() if called in batch)
-    leaves, structure = pytree.tree_flatten(example)
+    whole, structure = pytree.tree_flatten(example)
+    two = list(whole)
     for i, name in enumerate(input_names(model, example)):
         for d in dimensions.get(name, ()):
-            one = leaves[i].shape[d] == 1
-            leaves[i] = torch.cat([leaves[i], leaves[i]], d) if one else leaves[i].narrow(d, 0, min(2, leaves[i].shape[d]))
-    rows: Inputs = pytree.tree_unflatten(leaves, structure)
+            if whole[i].shape[d] == 1:
+                whole[i], two[i] = (torch.cat([value, value], d) for value in (whole[i], two[i]))
+            two[i] = two[i].narrow(d, 0, min(2, two[i].shape[d]))
+    rows: Inputs = pytree.tree_unflatten(two, structure)
+    try:
+        with torch.no_grad(), mode(model, training=False), torch.random.fork_rng(devices=[]):
+            call_unmoved(model, rows)
+    except Exception as error:
+        if not re.search(r"match hidden\d? batch size|Expected hidden", str(error)):  # `_advice` explains states by two rows
+            rows = pytree.tree_unflatten(whole, structure)
     return rows
 
 

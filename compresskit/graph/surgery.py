@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -17,20 +17,10 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import CheckpointError, ModelError, first_line
-from compresskit.base.task import Inputs, call
+from compresskit.base.task import Inputs, call, copied_tensors
 from compresskit.graph.replacements import replace_recorded_, replacements
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
-
-#: Attributes of torch's own layers that repeat a size of their parameters, as (attribute, tensor, dimension).
-MIRRORS: dict[type[nn.Module], tuple[tuple[str, str, int], ...]] = {
-    nn.Linear: (("out_features", "weight", 0), ("in_features", "weight", 1)),
-    nn.modules.batchnorm._NormBase: (("num_features", "weight", 0), ("num_features", "running_mean", 0)),
-    nn.GroupNorm: (("num_channels", "weight", 0),),
-    nn.PReLU: (("num_parameters", "weight", 0),),
-    nn.Bilinear: (("out_features", "weight", 0), ("in1_features", "weight", 1), ("in2_features", "weight", 2)),
-    nn.Embedding: (("num_embeddings", "weight", 0), ("embedding_dim", "weight", 1)),
-}
 
 
 def owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -142,55 +132,6 @@ def select_(model: nn.Module, name: str, keep: dict[int, Tensor], owners: Parame
     set_tensor_(model, name, values.clone(memory_format=torch.preserve_format), owners)
 
 
-def sync_attributes_(module: nn.Module) -> None:
-    """Set `in_channels`, `groups`, `num_features` and similar attributes of a layer to the shapes of its parameters."""
-    if isinstance(module, nn.modules.conv._ConvNd):
-        _sync_conv_(module)
-    if isinstance(module, nn.LayerNorm | nn.RMSNorm) and module.weight is not None:
-        module.normalized_shape = tuple(module.weight.shape)
-    if isinstance(module, nn.MultiheadAttention):
-        _sync_attention_(module)
-    if isinstance(module, nn.RNNBase):
-        rows, hidden = get_tensor(module, "weight_hh_l0").shape
-        if module.proj_size:
-            module.proj_size, hidden = hidden, rows // 4  # of an LSTM, with four gates
-        module.hidden_size = hidden
-        module.input_size = get_tensor(module, "weight_ih_l0").shape[1]
-        module._init_flat_weights()  # it keeps a list of its parameters beside them
-    if isinstance(module, nn.RNNCellBase):
-        module.hidden_size, module.input_size = module.weight_hh.shape[1], module.weight_ih.shape[1]
-    for kind, mirrors in MIRRORS.items():
-        if not isinstance(module, kind):
-            continue
-        for attribute, leaf, dim in mirrors:
-            values = getattr(module, leaf, None)
-            # A PReLU with one shared slope has num_parameters == 1 whatever the channels are.
-            if isinstance(values, Tensor) and values.ndim > dim:
-                setattr(module, attribute, values.shape[dim])
-
-
-def _sync_attention_(attention: nn.MultiheadAttention) -> None:
-    packed = attention.in_proj_weight
-    attention.embed_dim = (packed if packed is not None else attention.q_proj_weight).shape[1]
-    attention.kdim = attention.embed_dim if packed is not None else attention.k_proj_weight.shape[1]
-    attention.vdim = attention.embed_dim if packed is not None else attention.v_proj_weight.shape[1]
-    attention.head_dim = attention.embed_dim // attention.num_heads
-
-
-def _sync_conv_(conv: nn.modules.conv._ConvNd) -> None:
-    first, second = conv.weight.shape[:2]
-    outputs, inputs = (second, first) if conv.transposed else (first, second)
-    if conv.transposed and conv.groups == conv.in_channels > 1:
-        conv.groups = first
-    elif not conv.transposed and conv.groups == conv.in_channels and second == 1 and conv.groups > 1:
-        # Depthwise: a group is a channel, so groups shrink with the channels; the multiplier stays.
-        conv.groups = outputs // max(1, conv.out_channels // conv.groups)
-    if conv.transposed:
-        conv.in_channels, conv.out_channels = inputs, outputs * conv.groups
-    else:
-        conv.in_channels, conv.out_channels = inputs * conv.groups, outputs
-
-
 def check_no_torch_masks(model: nn.Module, where: str = "") -> None:
     """Raise ModelError for a model that carries masks of torch.nn.utils.prune; `where` is what was asked for."""
     for path, module in model.named_modules():
@@ -254,14 +195,33 @@ def frozen_copy(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Set a model to train or eval mode inside the block, and restore the mode of every submodule after it."""
+    """Set a model to train or eval mode inside the block, and restore the mode of every submodule after it.
+
+    Attention computes the same in both modes and in a captured graph, see `no_attention_fastpath`.
+    """
     before = [(module, module.training) for module in model.modules()]
     model.train(training)
     try:
-        yield
+        with no_attention_fastpath():
+            yield
     finally:
         for module, training in before:
             module.training = training
+
+
+@contextmanager
+def no_attention_fastpath() -> Iterator[None]:
+    """Turn off torch's fast path of attention inside the block.
+
+    In eval mode `nn.TransformerEncoder` takes it: one opaque operator in the place of the inner layers, on nested tensors where
+    there are padded positions, at which it writes zeros. Training and captured graphs compute values there.
+    """
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
 
 
 class _HeldBuffers:
@@ -384,7 +344,7 @@ def _is_same(a: Any, b: Any) -> bool:
 
 
 def call_unmoved(model: nn.Module, inputs: Inputs) -> tuple[Any, list[str]]:
-    """Call a model, and put back the buffers and plain attributes that each of its runs writes.
+    """Call a model on copies of inputs, and put back the buffers and plain attributes that each of its runs writes.
 
     Those that only the first run writes stay as it left them: tables that a model makes when it needs them. A model that wrote is
     run twice, which shows the difference.
@@ -392,12 +352,12 @@ def call_unmoved(model: nn.Module, inputs: Inputs) -> tuple[Any, list[str]]:
     Returns the output, and the names of what was put back: buffers, and attributes where both runs gave other outputs.
     """
     before, attributes = _HeldBuffers(model), _HeldAttributes(model)
-    output = call(model, inputs)
+    output = call(model, copied_tensors(inputs))
     written, set_ = before.written(), attributes.written()
     if not written and not set_:
         return output, []
     again, attributes_again = _HeldBuffers(model), _HeldAttributes(model)
-    second = call(model, inputs)
+    second = call(model, copied_tensors(inputs))
     written, set_ = again.written(), attributes_again.written()
     moves = set_ and not _are_equal(output, second)
     before.put_back_(written)
@@ -442,12 +402,15 @@ def _is_size(value: Any) -> bool:
 def structure(model: nn.Module) -> dict[str, Any]:
     """Return the shapes of all tensors, the integer attributes of all modules and the modules that took the place of others.
 
-    The result is JSON-ready. With it `restructure_` rebuilds a pruned model from a new instance of its class.
+    Of tables, which are buffers with `persistent=False`, it has the shapes beside the attributes. The result is JSON-ready. With
+    it `restructure_` rebuilds a pruned model from a new instance of its class.
     """
     modules = {}
     for path, module in model.named_modules():
         attributes = {k: v for k, v in vars(module).items() if not k.startswith("_") and k != "training" and _is_size(v)}
-        modules[path] = {"class": type(module).__name__, "attributes": attributes}
+        unsaved = {leaf: module._buffers.get(leaf) for leaf in sorted(module._non_persistent_buffers_set)}
+        tables = {leaf: list(table.shape) for leaf, table in unsaved.items() if table is not None}
+        modules[path] = {"class": type(module).__name__, "attributes": attributes} | ({"tables": tables} if tables else {})
     replaced = replacements(model)
     tensors = {k: list(v.shape) for k, v in model.state_dict().items()}
     return {"tensors": tensors, "modules": modules} | ({"replaced": replaced} if replaced else {})
@@ -457,7 +420,8 @@ def restructure_(model: nn.Module, record: dict[str, Any]) -> None:
     """Give a new model of the same class the shapes, attributes and replaced modules that `structure` recorded.
 
     Only attributes that the model already has, with a value of the same type, are set, and no code is executed. The values of
-    resized tensors are undefined until a state dict is loaded.
+    resized tensors are undefined until a state dict is loaded. The length of a table that a run made stays as it is here, since
+    the table is not in the record either.
 
     Args:
         model: is changed in place.
@@ -467,6 +431,7 @@ def restructure_(model: nn.Module, record: dict[str, Any]) -> None:
         CheckpointError: the record is of another model, or has larger shapes.
     """
     replace_recorded_(model, record.get("replaced", {}))
+    _store_recorded_(model, record["tensors"])
     here = structure(model)
     if missing := sorted(set(here["modules"]) ^ set(record["modules"])):
         raise CheckpointError(
@@ -486,8 +451,28 @@ def restructure_(model: nn.Module, record: dict[str, Any]) -> None:
     for path, module in model.named_modules():
         if isinstance(module, nn.RNNBase):
             module._init_flat_weights()
+        tables = record["modules"][path].get("tables", {})
         for key, value in record["modules"][path]["attributes"].items():
             current = getattr(module, key, None)
             value = tuple(value) if isinstance(value, list) and isinstance(current, tuple) else value
-            if _is_size(value) and type(current) is type(value) and current != value:
+            if not _is_size(value) or type(current) is not type(value) or current == value:
+                continue
+            if not _is_length_of_table(module, current, value, tables):
                 setattr(module, key, value)
+
+
+def _store_recorded_(model: nn.Module, names: Collection[str]) -> None:
+    """Let state dicts hold those buffers that a record has of them; they are in no state dict of a new model of the class."""
+    for path, module in model.named_modules():
+        for leaf in list(module._non_persistent_buffers_set):
+            if f"{path}.{leaf}".lstrip(".") in names:
+                module._non_persistent_buffers_set.discard(leaf)
+
+
+def _is_length_of_table(module: nn.Module, here: Any, recorded: Any, tables: dict[str, Sequence[int]]) -> bool:
+    """Whether an attribute tells how long a table is that grew in a run: pruning makes nothing larger. tables: those recorded."""
+    before, after = (value if isinstance(value, tuple | list) else [value] for value in (here, recorded))
+    if len(before) != len(after) or not any(new > old for old, new in zip(before, after, strict=True)):
+        return False
+    made = {leaf: module._buffers.get(leaf) for leaf, shape in tables.items() if set(after) <= set(shape)}
+    return any(table is None or not table.numel() or set(before) <= set(table.shape) for table in made.values())

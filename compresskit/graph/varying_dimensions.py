@@ -1,10 +1,31 @@
-"""Say where the code of a model takes a dimension that should vary for a constant, after `torch.export` has failed for that."""
+"""Dimensions that should vary: where code takes one for a constant, and where a graph holds for some of its sizes alone.
+
+`torch.export` fails where a size becomes a constant. Where code decides by a size (`if length > 10`, `pad = -width % 8`) it
+follows the branch that the example takes, and keeps the condition. Whether anything depends on it, a run of the model at a size
+that breaks it shows.
+"""
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
 import logging
+import operator
 import re
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.utils import _pytree as pytree
+
+from compresskit.base.task import Inputs, call, copied_tensors, shapes_of
+from compresskit.graph.surgery import state_kept
 
 _LOGGER = "torch.fx.experimental.symbolic_shapes"
 _CONSTANT = re.compile(r"You marked (\S+)\.size\(\)\[(\d+)\] as dynamic but your code specialized it to be a constant \((\d+)\)")
@@ -59,3 +80,229 @@ def _place_of(size: str, trace_again: Callable[[], object]) -> str:
     symbol = re.search(rf"create_symbol (\w+) = \d+ for {re.escape(size)}", text)
     place = symbol and re.search(rf"eval Eq\({symbol[1]}, \d+\) \[guard added\] \(([^()]*:\d+ in \w+)\)", text)
     return f" ({place[1]})" if place else ""
+
+
+#: Relative to the largest output: what two orders of the same sums differ by.
+SAME = 1e-3
+#: Sizes that are tried for one condition, and how many times the example's the largest of them may be.
+TRIALS, LARGEST = 6, 4
+_SIZE = re.compile(r"L(?:\['\w+'\]|\[\d+\])+\.size\(\)\[\d+\]")
+_OPERATIONS: dict[type, Callable[..., Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow, ast.USub: operator.neg, ast.Not: operator.not_,
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le,
+    ast.Gt: operator.gt, ast.GtE: operator.ge,
+}  # fmt: skip
+_told: dict[type, set[tuple[str, ...]]] = {}
+
+
+def warn_of_conditions(
+    program: torch.export.ExportedProgram,
+    model: nn.Module,
+    example: Inputs,
+    varying: Mapping[str, Sequence[int]],
+    names: Sequence[str],
+) -> None:
+    """Warn, once for a class of models, where the graph of a model computes what the model does for some sizes alone.
+
+    Args:
+        program: the graph.
+        model: was captured, in eval mode; it is not changed.
+        example: its inputs, of which those of other sizes are made.
+        varying: name of an input -> its dimensions that may vary.
+        names: of the inputs, one for each leaf.
+    """
+    conditions = [code for code in vars(program).get("_guards_code") or () if _SIZE.search(code)]
+    if not any(varying.values()):
+        return
+    sizes = _OtherSizes(program, model, example, varying, names)
+    found: dict[str, str] = {}
+    for condition in conditions:
+        if shapes := sizes.broken_by(condition, [*found]):
+            found[condition] = shapes
+    shapes = next(iter(found.values()), "") or sizes.differ_at_one()
+    warned = _told.setdefault(type(model), set())
+    if shapes and tuple(found) not in warned:
+        warned.add(tuple(found))
+        where = " and ".join(map(_readable, found)) or "no size that varies is 1"
+        warnings.warn(
+            f"{type(model).__name__} decides by the sizes of its inputs: the graph of it, and a file, are right only where"
+            f" {where}; for inputs of shape {shapes}, for one, the model gives something else. Take an example of the sizes that"
+            " will come, the largest where a table grows with them; or leave the dimension out of dynamic=",
+            stacklevel=4,
+        )
+
+
+class _OtherSizes:
+    """Runs a model and its graph on inputs of other sizes than the example's; see `warn_of_conditions`."""
+
+    def __init__(
+        self,
+        program: torch.export.ExportedProgram,
+        model: nn.Module,
+        example: Inputs,
+        varying: Mapping[str, Sequence[int]],
+        names: Sequence[str],
+    ) -> None:
+        self.program, self.model, self.varying, self.names = program, model, varying, names
+        self.leaves, self.form = pytree.tree_flatten(example)
+        self.example = example
+
+    def broken_by(self, condition: str, known: Sequence[str]) -> str:
+        """Shapes of inputs that break a condition and for which the model gives something else; "" where none were found.
+
+        known: conditions that are broken by other inputs, and hold for these.
+        """
+        runs = 0
+        for inputs in self._candidates(condition):
+            if runs == TRIALS:
+                break
+            with suppress(Exception):  # inputs, or attributes of them, that the condition does not read like that
+                holds = functools.partial(_holds, arguments=self._arguments(inputs))
+                if not holds(condition) and all(map(holds, known)):
+                    runs += 1
+                    if self._differs(inputs):
+                        return str(shapes_of(inputs))
+        return ""
+
+    def differ_at_one(self) -> str:
+        """Shapes with dimensions of 1 for which the model gives something else, which no condition says; "" where none do."""
+        for group in self._together().values():
+            inputs = self._resized(group, 1)
+            if self._differs(inputs):
+                return str(shapes_of(inputs))
+        return ""
+
+    def _together(self) -> dict[int, set[tuple[int, int]]]:
+        """The dimensions that vary, (leaf, dimension), by their size in the example."""
+        found: dict[int, set[tuple[int, int]]] = {}
+        for i, dims in self._dims():
+            for d in dims:
+                found.setdefault(self.leaves[i].shape[d], set()).add((i, d))
+        return found
+
+    def _dims(self) -> Iterator[tuple[int, Sequence[int]]]:
+        for i, (name, leaf) in enumerate(zip(self.names, self.leaves, strict=True)):
+            if isinstance(leaf, Tensor):
+                yield i, self.varying.get(name, ())
+
+    def _candidates(self, condition: str) -> Iterator[Inputs]:
+        """Inputs of other sizes, near ones first: all dimensions of a size together, then each alone."""
+        together = self._together()
+        alone = [(size, {place}) for size, group in together.items() if len(group) > 1 for place in sorted(group)]
+        named = [int(number) for number in re.findall(r"(?<![\w\[])\d+(?!\w|\])", condition)]
+        tries = []
+        for order, (size, group) in enumerate([*together.items(), *alone]):
+            near = {size - 1, size + 1, size + 2, size + 3, 1, 2, 2 * size, *(n + k for n in named for k in (-1, 0, 1))}
+            tries += [(abs(n - size), order, n, group) for n in near if 0 < n <= LARGEST * max(size, 16) and n != size]
+        for _, _, n, group in sorted(tries, key=lambda entry: entry[:3]):
+            yield self._resized(group, n)
+
+    def _resized(self, group: set[tuple[int, int]], size: int) -> Inputs:
+        """The example with other sizes: its values again, or fewer of them."""
+        leaves = list(self.leaves)
+        for i, d in group:
+            leaves[i] = leaves[i].index_select(d, torch.arange(size, device=leaves[i].device) % leaves[i].shape[d])
+        return pytree.tree_unflatten(leaves, self.form)  # type: ignore[no-any-return]
+
+    def _arguments(self, inputs: Inputs) -> dict[str, Any]:
+        args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+        return inspect.signature(self.model.forward).bind(*args, **kwargs).arguments
+
+    def _differs(self, inputs: Inputs) -> bool:
+        """Whether the model runs on inputs and its graph gives something else, or nothing, though not on the example."""
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                with state_kept(self.model):
+                    wanted = call(self.model, copied_tensors(inputs))
+            except Exception:  # sizes that the model does not take
+                return False
+            return not self._gives(inputs, wanted) and self._agrees_on_the_example
+
+    @functools.cached_property
+    def _agrees_on_the_example(self) -> bool:
+        """Not so where the model gives something else every time."""
+        with state_kept(self.model):
+            return self._gives(self.example, call(self.model, copied_tensors(self.example)))
+
+    def _gives(self, inputs: Inputs, wanted: Any) -> bool:
+        """Whether the graph gives these outputs, or is not for such inputs."""
+        try:
+            got = _run_program(self.program, inputs)
+        except Exception:
+            return False
+        if got is None:
+            return True
+        leaves = [leaf for leaf in pytree.tree_leaves(wanted) if isinstance(leaf, Tensor)]
+        return all(_alike(a, b) for a, b in zip(leaves, got, strict=True))
+
+
+def _holds(condition: str, arguments: Mapping[str, Any]) -> bool:
+    """Whether a condition of torch holds, such as `L['x'].size()[1] % 4 == 0`. L: the arguments of `forward`."""
+
+    def value(node: ast.expr) -> Any:
+        match node:
+            case ast.Constant():
+                return node.value
+            case ast.Name(id="L"):
+                return arguments
+            case ast.Subscript():
+                return value(node.value)[value(node.slice)]
+            case ast.Call(func=ast.Attribute(attr="size", value=tensor), args=[]):
+                return value(tensor).shape
+            case ast.BinOp():
+                return _OPERATIONS[type(node.op)](value(node.left), value(node.right))
+            case ast.UnaryOp():
+                return _OPERATIONS[type(node.op)](value(node.operand))
+            case ast.BoolOp():
+                return (all if isinstance(node.op, ast.And) else any)(map(value, node.values))
+            case ast.Compare():
+                sides = [value(node.left), *map(value, node.comparators)]
+                return all(_OPERATIONS[type(op)](*pair) for op, pair in zip(node.ops, pairwise(sides), strict=True))
+        raise ValueError(ast.dump(node))
+
+    return bool(value(ast.parse(condition, mode="eval").body))
+
+
+def _run_program(program: torch.export.ExportedProgram, inputs: Inputs) -> list[Tensor] | None:
+    """The tensors that a program gives; None where dimensions that are one in it are not: native kernels would end the process.
+
+    Its `module()` is ten times as dear, and checks the conditions.
+    """
+    args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+    names = program.call_spec.in_spec.children()[1].context  # of keyword arguments, in the order of the parameters
+    leaves = iter(pytree.tree_leaves(copied_tensors((args, {name: kwargs[name] for name in names or ()}))))
+    given: list[Any] = []
+    sizes: dict[Any, int] = {}
+    for spec, node in zip(program.graph_signature.input_specs, program.graph.find_nodes(op="placeholder"), strict=True):
+        if spec.kind is InputKind.USER_INPUT:
+            given.append(next(leaves))
+            if isinstance(given[-1], Tensor):
+                for size, symbol in zip(given[-1].shape, node.meta["val"].shape, strict=True):
+                    if sizes.setdefault(str(symbol), size) != size:
+                        return None
+        else:
+            assert spec.target is not None
+            stored = program.state_dict.get(spec.target, program.constants.get(spec.target))
+            given.append(copied_tensors(stored) if spec.kind is InputKind.BUFFER else stored)
+    outputs = program.graph_module(*given)
+    kinds = [spec.kind for spec in program.graph_signature.output_specs]
+    return [
+        value for kind, value in zip(kinds, outputs, strict=True) if kind is OutputKind.USER_OUTPUT and isinstance(value, Tensor)
+    ]
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape:
+        return False
+    if not a.is_floating_point():
+        return bool((a != b).float().mean() < SAME) if a.numel() else True
+    largest = float(a.nan_to_num(0.0, 0.0, 0.0).abs().max()) if a.numel() else 0.0
+    return torch.allclose(a, b, rtol=0.0, atol=SAME * largest, equal_nan=True)
+
+
+def _readable(condition: str) -> str:
+    """`x.size(1) <= 10` of `L['x'].size()[1] <= 10`."""
+    text = re.sub(r"L\['(\w+)'\]", r"\1", condition)
+    return re.sub(r"\.size\(\)\[(\d+)\]", r".size(\1)", text)

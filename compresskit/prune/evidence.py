@@ -23,7 +23,7 @@ from compresskit.base.errors import DataError, ModelError
 from compresskit.base.inputs import some_batches
 from compresskit.base.objective import LossFunction
 from compresskit.base.task import Inputs, Task, batch_size, call
-from compresskit.graph.surgery import get_tensor, mode, owner
+from compresskit.graph.surgery import get_tensor, mode, no_attention_fastpath, owner
 from compresskit.prune.criteria import UNLABELLED_EVIDENCE, Need
 from compresskit.train.objective import task_losses
 
@@ -173,7 +173,8 @@ def watched_calls(
 
     handles = [model.get_submodule(path).register_forward_hook(partial(hook, path), with_kwargs=True) for path in paths]
     try:
-        yield
+        with no_attention_fastpath():  # which calls no inner layers
+            yield
     finally:
         for handle in handles:
             handle.remove()

@@ -16,14 +16,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from compresskit.base.fingerprint import Description, describe_by_value, fingerprint
 from compresskit.base.stage import Stage
 from compresskit.base.task import RunningMetric, Task
 from compresskit.base.version import __version__
 from compresskit.graph.surgery import structure
+from compresskit.mixed.formats.policy import BATCH_NORMS
 from compresskit.train.modes import given_modes
+
+COUNTED = "num_batches_tracked"  # the buffer in which BatchNorm counts
 
 #: The key of a stage, and what it depends on that cannot be described.
 StageKey = tuple[str, tuple[str, ...]]
@@ -140,16 +143,16 @@ def shows_training(model: nn.Module) -> bool:
     with biases beyond those that torch draws, 1 / sqrt(inputs of a filter). A model trained a little may show none of these.
     """
     for module in model.modules():
-        if int(getattr(module, "num_batches_tracked", None) or 0) > 0:
+        if isinstance(module, BATCH_NORMS) and any(count > 0 for name, count in module.named_buffers() if name == COUNTED):
             return True
-        weight, bias = (getattr(module, name, None) for name in ("weight", "bias"))
-        if not isinstance(bias, Tensor) or not isinstance(weight, Tensor) or bias.numel() < 2 or bias.is_meta:
+        own = dict(module.named_parameters(recurse=False))
+        weight, bias = own.get("weight"), own.get("bias")
+        if weight is None or bias is None or bias.numel() < 2 or bias.is_meta:
             continue
         if weight.shape == bias.shape and any(len(values.unique()) > 1 for values in (weight, bias)):
             return True
-        bound = weight[0].numel() ** -0.5
-        drawn = isinstance(module, nn.Linear | nn.modules.conv._ConvNd) and not getattr(module, "transposed", False)
-        if drawn and len(bias.unique()) > 1 and bias.abs().max() > bound * (1 + 1e-3):
+        drawn = isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) and len(bias.unique()) > 1
+        if drawn and bias.abs().max() > (1 + 1e-3) * weight[0].numel() ** -0.5:
             return True
     return False
 

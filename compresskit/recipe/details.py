@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from compresskit.base.errors import CompressError
-from compresskit.base.task import Inputs, Task, first_rows
+from compresskit.base.task import Inputs, RowDims, Task
 from compresskit.export.check.layer_profile import profile_layers
+from compresskit.measure import few_rows
 from compresskit.quant import Quantized, diagnose
 from compresskit.recipe.outcomes import Outcomes
 
@@ -24,11 +25,11 @@ PROFILED_RUNS = 200  # of a file at most: reading the profiler's record of more 
 DIAGNOSED_SAMPLES = 128  # of the validation data's first batch at most: noise by layer is for looking at
 
 
-def stage_details(model: nn.Module, task: Task, outcomes: Outcomes) -> dict[str, Any]:
+def stage_details(model: nn.Module, task: Task, outcomes: Outcomes, dims: RowDims | None = None) -> dict[str, Any]:
     """What details.json holds, JSON-ready: how sure the metric is, the layers, and noise.
 
     A layer is a parameter of two dimensions or more: its name, shape, and how many of its values are 0. `remedies` are lines on
-    what `effort=` or `Repair` tried against rounding errors.
+    what `effort=` or `Repair` tried against rounding errors. dims: where the rows of each input are, where that is known.
     """
     layers = [
         {"name": name.removesuffix(".weight"), "shape": list(value.shape), "zeros": int((value == 0).sum())}
@@ -36,7 +37,7 @@ def stage_details(model: nn.Module, task: Task, outcomes: Outcomes) -> dict[str,
         if value.ndim >= 2
     ]
     remedies = [str(remedy) for remedy in model.origin.remedies] if isinstance(model, Quantized) else []
-    return {**outcomes.to_json(), "layers": layers, "noise": _noise(model, task), "remedies": remedies}
+    return {**outcomes.to_json(), "layers": layers, "noise": _noise(model, task, dims), "remedies": remedies}
 
 
 def layer_times(path: Path, inputs: Inputs, *, seconds: float = 0.3) -> dict[str, Any] | None:
@@ -63,10 +64,11 @@ def layer_times(path: Path, inputs: Inputs, *, seconds: float = 0.3) -> dict[str
     return {"milliseconds": round(found.milliseconds, 5), "outside": round(found.outside, 5), "layers": layers}
 
 
-def _noise(model: nn.Module, task: Task) -> dict[str, Any] | None:
+def _noise(model: nn.Module, task: Task, dims: RowDims | None) -> dict[str, Any] | None:
     if not isinstance(model, Quantized):
         return None
-    batches = [first_rows(task.split(batch)[0], DIAGNOSED_SAMPLES) for batch in itertools.islice(task.batches("val"), 1)]
+    first = [task.split(batch)[0] for batch in itertools.islice(task.batches("val"), 1)]
+    batches = [few_rows(model, inputs, DIAGNOSED_SAMPLES, dims) for inputs in first]
     try:
         with torch.no_grad():
             found = diagnose(model, batches)

@@ -27,7 +27,7 @@ from compresskit.base.fingerprint import describe
 from compresskit.base.progress import Every, Progress, Stop, announce, progress_bar
 from compresskit.base.randomness import seed_generators_
 from compresskit.base.stage import Stage
-from compresskit.base.task import Task, first_rows
+from compresskit.base.task import Inputs, RowDims, Task
 from compresskit.export.check.environment import environment
 from compresskit.export.files import copy_model, file_bytes
 from compresskit.export.onnx import Opset
@@ -48,7 +48,7 @@ from compresskit.recipe.folder import (
     read_finished_stage,
     why_unknown,
 )
-from compresskit.recipe.measure_stage import RUN_METADATA, measure_stage
+from compresskit.recipe.measure_stage import RUN_METADATA, measure_stage, timed_sample
 from compresskit.recipe.page.records import read_run
 from compresskit.recipe.page.render import write_csv, write_page
 from compresskit.recipe.report import StageReport, read_stage_report, write_report
@@ -66,6 +66,7 @@ class RunSettings:
     Attributes:
         out: folder of the run.
         seed, save, dynamic, metadata: settings of the recipe.
+        dims: where the rows of each input are, where `dynamic` says it.
         stop: whether a signal asked the run to stop.
         record: what recipe.json says of the recipe.
         on_step, on_epoch, on_stage: functions that are told of every step, epoch and stage.
@@ -86,6 +87,7 @@ class RunSettings:
     on_stage: Sequence[Callable[[StageReport], Any]] = ()
     reused: list[bool] = field(default_factory=list)
     models: dict[int, nn.Module] | None = None
+    dims: RowDims | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +190,7 @@ def run_step(
             export=step.export,
             dynamic=run.dynamic,
             opset=run.opset,
+            dims=run.dims,
         )
         row = {"format": FORMAT, "key": step.key, "row": asdict(report), "files": file_digests(folder)}
         row["history"] = [] if task.progress is None else task.progress.histories
@@ -257,13 +260,15 @@ def finish_run(run: RunSettings, steps: list[RunStep], reports: list[StageReport
     exported = [i for i, file in enumerate(files) if file.exists()]
     before = reports_before(run) if all(run.reused) else []
     times = latencies_before(before, steps, exported)
+    sample: Inputs | None = None
     if times is None:
-        times = latency([files[i] for i in exported], first_rows(task.example(), 1))
+        sample = timed_sample([files[i] for i in exported], task, run.dims)
+        times = latency([files[i] for i in exported], sample)
     reports = list(reports)
     for i, milliseconds in zip(exported, times, strict=True):
         reports[i] = replace(reports[i], latency_ms=milliseconds, bytes=file_bytes(files[i]))
     if reports != before:
-        inputs = first_rows(task.example(), 1)
+        inputs = sample or timed_sample([files[i] for i in exported], task, run.dims)
         found = {steps[i].name: layer_times(files[i], inputs) for i in progress_bar(exported, desc="time layers")}
         write_reports(run, steps, reports, task, {name: entry for name, entry in found.items() if entry})
     copy_model(files[-1], run.out / "model.onnx", without=() if run.metadata else RUN_METADATA)

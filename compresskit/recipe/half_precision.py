@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from compresskit.base.files import FORMAT, read_json, write_json
-from compresskit.base.task import Task, first_rows
+from compresskit.base.task import Task
 from compresskit.export.onnx import Opset
 from compresskit.export.rewrite.dtypes import least_precise_dtype
 from compresskit.graph.capture import Dynamic
 from compresskit.graph.surgery import copy_model
-from compresskit.measure import latency
+from compresskit.measure import latency, task_row_dims
 from compresskit.mixed.formats.casts import cast_floating
 from compresskit.recipe.folder import ROW
-from compresskit.recipe.measure_stage import measure_stage
+from compresskit.recipe.measure_stage import measure_stage, timed_sample
 from compresskit.recipe.report import StageReport, read_stage_report
 
 #: Names of the dtypes, as rows call them.
@@ -55,7 +55,10 @@ def half_precision_row(
         return read_stage_report(record["row"], path)
     folder.mkdir(parents=True, exist_ok=True)
     half = HalfPrecision(model, HALF_DTYPES[dtype]).eval()
-    row = measure_stage(half, task, folder, settings={"dtype": dtype}, seconds=0.0, export=True, dynamic=dynamic, opset=opset)
-    row = replace(row, latency_ms=latency([folder / "model.onnx"], first_rows(task.example(), 1))[0])
+    settings: dict[str, Any] = {"dtype": dtype}
+    dims = task_row_dims(model, task, dynamic)
+    row = measure_stage(half, task, folder, settings=settings, seconds=0.0, export=True, dynamic=dynamic, opset=opset, dims=dims)
+    files = [folder / "model.onnx"]
+    row = replace(row, latency_ms=latency(files, timed_sample(files, task, dims))[0])
     write_json(path, {"format": FORMAT, "key": key, "row": asdict(row)})
     return row

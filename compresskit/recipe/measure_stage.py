@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch.utils import _pytree as pytree
 from compresskit.base.errors import ExportError
 from compresskit.base.files import FORMAT, write_json
 from compresskit.base.inputs import some_batches
-from compresskit.base.task import Inputs, Task, call, first_rows
+from compresskit.base.task import Inputs, RowDims, Task, batch_size, call, first_rows, rows_that_run
 from compresskit.export.check.verify import Verification, verify_onnx
 from compresskit.export.files import annotate, file_bytes
 from compresskit.export.onnx import Opset, export_onnx
@@ -23,10 +25,21 @@ from compresskit.graph.capture import Dynamic
 from compresskit.graph.masks import masks_of
 from compresskit.graph.quantized import quantized_parts
 from compresskit.graph.surgery import mode
-from compresskit.measure import count_macs, count_nonzero, count_parameters, numpy_inputs, run_session, session
+from compresskit.measure import (
+    count_macs,
+    count_nonzero,
+    count_parameters,
+    few_rows,
+    numpy_inputs,
+    run_files,
+    run_session,
+    session,
+)
 from compresskit.recipe.details import DETAILS, stage_details
 from compresskit.recipe.outcomes import Outcomes, OutcomesOf, measure_outcomes
 from compresskit.recipe.report import StageReport
+
+log = logging.getLogger(__name__)
 
 #: Entries of an ONNX file's metadata that a run adds.
 RUN_METADATA = ("stage", "metric", "verification")
@@ -43,6 +56,7 @@ def measure_stage(
     dynamic: Dynamic = (0,),
     opset: Opset | None = None,
     compared: int | None = None,
+    dims: RowDims | None = None,
 ) -> StageReport:
     """Measure a stage's model; with `export`, write its ONNX file first, verify it, and take the metric from it.
 
@@ -55,6 +69,7 @@ def measure_stage(
         opset: of the file, see `export_onnx`.
         compared: validation samples on which the file is compared with the model, and on all where it disagrees on these; None
             compares on all at once. The metric is of all samples in any case.
+        dims: where the rows of each input are, where `dynamic` says it; see `task_row_dims`.
 
     Raises ExportError where the file does not agree with the model; it is kept as `model.rejected.onnx`.
     """
@@ -62,7 +77,7 @@ def measure_stage(
     verification: Verification | None = None
     if export:
         export_onnx(model, path, task.example(), opset=opset, dynamic=None if quantized_parts(model) else dynamic)
-        verification, outcomes = _verify(path, model, task, compared)
+        verification, outcomes = _verify(path, model, task, compared, dims)
         write_json(folder / "verify.json", {"format": FORMAT, **verification.to_json()})
         if not verification.passed:
             path.replace(folder / "model.rejected.onnx")
@@ -71,7 +86,7 @@ def measure_stage(
         outcomes = measure_outcomes(model, task)
     metric = outcomes.metric
     if compared is None:
-        write_json(folder / DETAILS, {"format": FORMAT, **stage_details(model, task, outcomes)})
+        write_json(folder / DETAILS, {"format": FORMAT, **stage_details(model, task, outcomes, dims)})
     if verification is not None:
         stage, found = {"name": folder.name, "settings": settings}, verification.to_json()
         annotate(path, **dict(zip(RUN_METADATA, (stage, metric, found), strict=True)))
@@ -81,7 +96,7 @@ def measure_stage(
         metric=metric,
         parameters=count_parameters(model),
         nonzero=count_nonzero(model),
-        macs=count_macs(model, first_rows(task.example(), 2)),
+        macs=count_macs(model, few_rows(model, task.example(), 2, dims), dims=dims),
         seconds=round(seconds, 2),
         bytes=file_bytes(path) if export else None,
         executed=export,
@@ -92,16 +107,31 @@ def measure_stage(
     )
 
 
-def _verify(path: Path, model: nn.Module, task: Task, compared: int | None) -> tuple[Verification, Outcomes]:
+def timed_sample(files: Sequence[Path], task: Task, dims: RowDims | None) -> Inputs:
+    """What files are timed on: the first sample of a task, and its whole example where one of them takes no less.
+
+    dims: where the rows of each input are, where that is known.
+    """
+    example = task.example()
+    sample = rows_that_run(partial(run_files, files), first_rows(example, 1, dims), example)
+    if (rows := batch_size(sample, dims)) > 1:
+        log.info("latencies are of the first validation batch, of %d rows: the files take no single one", rows)
+    return sample
+
+
+def _verify(
+    path: Path, model: nn.Module, task: Task, compared: int | None, dims: RowDims | None
+) -> tuple[Verification, Outcomes]:
     """Whether a file agrees with its model, and the outcomes of the file for all validation data; see `measure_stage`."""
     if compared is not None:
-        few = [first_rows(task.inputs(batch), compared) for batch in some_batches(task, "val", compared, "verify")]
+        batches = some_batches(task, "val", compared, "verify")
+        few = [few_rows(model, task.inputs(batch), compared, dims) for batch in batches]
         if (verification := verify_onnx(path, model, few)).passed:
-            data, run = _ValidationData(model, task), session(path, threads=torch.get_num_threads())
+            data, run = _ValidationData(model, task, dims), session(path, threads=torch.get_num_threads())
             for inputs in data:
                 data.take([np.atleast_1d(v) for v in run_session(run, numpy_inputs(run, inputs, path), path)])
             return verification, data.found.outcomes()
-    data = _ValidationData(model, task)
+    data = _ValidationData(model, task, dims)
     verification = verify_onnx(path, model, data, executed=data.take)
     return verification, data.found.outcomes()
 
@@ -112,11 +142,11 @@ class _ValidationData:
     One pass over the data is the proof of the file and the measurement of it.
     """
 
-    def __init__(self, model: nn.Module, task: Task) -> None:
+    def __init__(self, model: nn.Module, task: Task, dims: RowDims | None) -> None:
         self.task, self.found = task, OutcomesOf(task)
         self.target: Any = None  # of the batch whose inputs were given last
         with torch.no_grad(), mode(model, training=False):
-            self.leaves, self.spec = pytree.tree_flatten(call(model, first_rows(task.example(), 2)))
+            self.leaves, self.spec = pytree.tree_flatten(call(model, few_rows(model, task.example(), 2, dims)))
 
     def __len__(self) -> int:
         return self.task.length("val")

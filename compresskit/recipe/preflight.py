@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from compresskit.base.errors import CompressError, DataError, ModelError, first_line
 from compresskit.base.objective import Objective
 from compresskit.base.stage import Stage
-from compresskit.base.task import IGNORED, RunningMetric, Task, call, first_rows, shapes_of
-from compresskit.graph.capture import capture, check_runs
+from compresskit.base.task import IGNORED, RunningMetric, Task, call, shapes_of
+from compresskit.graph.capture import Dynamic, capture, check_runs
 from compresskit.graph.quantized import is_quantized
-from compresskit.graph.surgery import copy_model
+from compresskit.graph.surgery import copy_model, no_attention_fastpath
+from compresskit.measure import few_rows, input_row_dims
 from compresskit.metrics import OutputAgreement
 from compresskit.mixed.formats.parallel import is_sharded
 from compresskit.prune.criteria import UNLABELLED_EVIDENCE, needs_of
@@ -24,7 +25,12 @@ from compresskit.train.objective import supervised_loss
 
 
 def preflight_check(
-    model: nn.Module, task: Task, stages: Sequence[Stage] = (), own: Mapping[int, Task] = MappingProxyType({})
+    model: nn.Module,
+    task: Task,
+    stages: Sequence[Stage] = (),
+    own: Mapping[int, Task] = MappingProxyType({}),
+    *,
+    dynamic: Dynamic = (0,),
 ) -> None:
     """Run the model, its capture, the loss and the metric once, on the first batch of each loader.
 
@@ -32,7 +38,7 @@ def preflight_check(
     has no data, DataError where the loss or the metric does not fit the data, where a loss reads targets that the data have not,
     where a loader is empty, or where a training counts epochs of data without a length.
 
-    own: the tasks of stages that have one of their own, by the stage's index.
+    own: the tasks of stages that have one of their own, by the stage's index. dynamic: dimensions that may vary in the files.
     """
     if is_sharded(model):
         raise ModelError(
@@ -62,7 +68,8 @@ def preflight_check(
     for i, stage in enumerate(stages):
         stage.rehearse(probe, own.get(i, task))
     if not is_quantized(model):
-        capture(model, first_rows(task.example(), 2))
+        example = task.example()
+        capture(model, few_rows(model, example, 2, input_row_dims(model, example, dynamic)), dynamic=dynamic)
 
 
 def _check_loader(model: nn.Module, task: Task, which: str, *, loss: bool = True) -> None:
@@ -77,7 +84,7 @@ def _check_loader(model: nn.Module, task: Task, which: str, *, loss: bool = True
     check_runs(probe, inputs)
     if target is None:
         return
-    with torch.no_grad():
+    with torch.no_grad(), no_attention_fastpath():
         predictions = task.predicted(call(probe.eval(), inputs))
         try:
             if which == "train":

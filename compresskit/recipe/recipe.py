@@ -32,6 +32,7 @@ from compresskit.graph.capture import Dynamic
 from compresskit.graph.masks import masks_of
 from compresskit.graph.quantized import is_quantized
 from compresskit.graph.surgery import copy_model
+from compresskit.measure import task_row_dims
 from compresskit.recipe.baselines import baselines, last_dense_float, with_new_weights
 from compresskit.recipe.dependencies import (
     Dependencies,
@@ -296,7 +297,7 @@ class Recipe:
         out = Path(out)
         self._check_model(model)
         own = own_tasks(self.stages, task, tasks)
-        preflight_check(model, task, self.stages, own)
+        preflight_check(model, task, self.stages, own, dynamic=self.dynamic)
         if self.baselines:
             with_new_weights(model)  # raises where it cannot
             check_labelled(task, "Recipe(baselines=True): the training of baselines", "Task(train=...)")
@@ -320,6 +321,7 @@ class Recipe:
                 on_epoch=self.on_epoch,
                 on_stage=self.on_stage,
                 models=made,
+                dims=task_row_dims(model, task, self.dynamic),
             )
             model, rows = run_steps(run, self._steps(keys, own), model, task)
         extra = () if made is None else self._run_baselines(made, task, own, out)

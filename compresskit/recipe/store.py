@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from compresskit.base.errors import CheckpointError
+from compresskit.base.errors import CheckpointError, ModelError
 from compresskit.base.files import FORMAT, read_json, read_tensors, write_json, write_tensors
 from compresskit.graph.masks import Masks, attach_masks_, detach_masks_, masks_of
 from compresskit.graph.surgery import copy_model, owner, restructure_, structure
@@ -114,6 +114,11 @@ def _rebuilt(model: nn.Module, saved: dict[str, Any], where: Path) -> nn.Module:
         return model
     except CheckpointError:
         raise
+    except ModelError as error:
+        raise CheckpointError(
+            f"{where}: what was saved cannot be built again from the model given: {error}; give a model that was made as the"
+            " quantized one was"
+        ) from error
     except Exception as error:
         raise CheckpointError(f"{where}: not the record of a quantized model ({error!r}); delete the folder") from error
 
@@ -134,8 +139,9 @@ def _most_bytes(model: nn.Module) -> int:
 
 
 def bytes_of(model: nn.Module) -> int:
-    """Bytes of all parameters and buffers that a model stores."""
-    return sum(value.numel() * value.element_size() for value in model.state_dict().values())
+    """Bytes of all parameters and buffers of a model, with the buffers that it only stores where pruning cut them."""
+    values = model.state_dict() | dict(model.named_buffers(remove_duplicate=False))
+    return sum(value.numel() * value.element_size() for value in values.values())
 
 
 def load_values_(model: nn.Module, tensors: dict[str, Tensor], where: str | Path) -> None:

@@ -31,7 +31,7 @@ from compresskit.search.finals.finalists import Finals
 from compresskit.search.finals.short_trainings import SHORT_RATE, ShortTrainings
 from compresskit.search.finals.training import check_objective, check_objective_of_candidates, training_within, with_objective
 from compresskit.search.latency.latency_filter import LatencyFilter
-from compresskit.search.latency.stopwatch import NOISIEST
+from compresskit.search.latency.stopwatch import NOISIEST, Stopwatch
 from compresskit.search.options import SearchOptions, SearchSettings
 from compresskit.search.outcome import Search, Tried, nearest_budget
 from compresskit.search.proxy import Workshop, held_out
@@ -90,7 +90,7 @@ def compress(
     _check_request(model, task, budget)
     import_optuna()
     train = with_objective(settings.train or Train(steps=1), model, task) if settings.train or budget.minutes else None
-    preflight_check(model, task, [] if train is None else [train])
+    preflight_check(model, task, [] if train is None else [train], dynamic=settings.dynamic)
     if train is not None and not any(p.requires_grad for p in model.parameters()):
         raise ModelError(
             f"compress(train=...): {type(model).__name__} has no parameter with requires_grad, so no candidate can be trained;"
@@ -127,11 +127,7 @@ def _search_and_run(
     """Explore, run the finalists, and write the recipe. train: of a finalist, with its objective; None trains nothing."""
     begin, out = time.perf_counter(), workshop.out
     with worker.alone("setup"):  # the first process measures what all of them need
-        workshop.prepare()
-        dense = workshop.dense()
-        stopwatch = workshop.stopwatch(strict=budget.latency is not None)
-        dense = replace(dense, latency=stopwatch.milliseconds)
-        _warn_of_statistics(workshop, dense)
+        dense, stopwatch = _uncompressed(workshop, budget)
         ceilings = budget.absolute(dense)
         minimise, order = free_quantity(ceilings), workshop.removable(stopwatch.milliseconds)
         check_objective_of_candidates(train, workshop, order)
@@ -182,6 +178,16 @@ def _search_and_run(
         latency_error=None if slow is None else slow.error(),
         trains=train is not None,
     )
+
+
+def _uncompressed(workshop: Workshop, budget: Ceilings) -> tuple[Figures, Stopwatch]:
+    """The figures of the uncompressed model, and what times files beside its own."""
+    workshop.prepare()
+    dense = workshop.dense()  # writes the file that is timed
+    stopwatch = workshop.stopwatch(strict=budget.latency is not None)
+    dense = replace(dense, latency=stopwatch.milliseconds)
+    _warn_of_statistics(workshop, dense)
+    return dense, stopwatch
 
 
 def _write_script(recipe: Recipe, out: Path, title: str) -> None:

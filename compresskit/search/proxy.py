@@ -25,13 +25,13 @@ from compresskit.base.inputs import calibration_inputs, some_batches
 from compresskit.base.progress import announce
 from compresskit.base.randomness import seed_generators_
 from compresskit.base.stage import Stage
-from compresskit.base.task import Inputs, Task, batch_size, first_rows, repeated_rows
+from compresskit.base.task import Inputs, RowDims, Task, batch_size, first_rows, repeated_rows, rows_that_run
 from compresskit.export.check.environment import environment
 from compresskit.export.onnx import export_onnx
 from compresskit.graph.capture import Dynamic
 from compresskit.graph.quantized import quantized_parts
 from compresskit.graph.surgery import copy_model, frozen_copy
-from compresskit.measure import evaluate
+from compresskit.measure import evaluate, few_rows, run_once, task_row_dims
 from compresskit.prune import Prune
 from compresskit.prune.depth import Depth
 from compresskit.prune.depth.costs import milliseconds, parameters, times_alone
@@ -137,8 +137,8 @@ class Workshop:
             ]
             if changed:
                 raise CheckpointError(
-                    f"{self.out}: belongs to the search of another {' and '.join(changed)} for {other.get('class')}, this one is"
-                    f" for {mine['class']}; choose another out=, or delete the folder"
+                    f"{self.out}: belongs to the search of another {' and '.join(changed)} for {other.get('class')}, compared"
+                    f" by value; this one is for {mine['class']}; choose another out=, or delete the folder"
                 )
         else:
             write_json(path, mine)
@@ -186,7 +186,13 @@ class Workshop:
 
     def timed_inputs(self) -> Inputs:
         """What files are timed on: as many samples as the budget says, repeated where the first batch has fewer."""
-        return repeated_rows(self.task.example(), self.batch)
+        example = self.task.example()
+        return rows_that_run(partial(run_once, self.model), repeated_rows(example, self.batch, self.dims), example)
+
+    @cached_property
+    def dims(self) -> RowDims | None:
+        """Where the rows of each input are, where the names of its dimensions say it."""
+        return task_row_dims(self.model, self.task, self.dynamic) if isinstance(self.dynamic, Mapping) else None
 
     @cached_property
     def gains_by_dynamic(self) -> bool:
@@ -257,7 +263,7 @@ class Workshop:
     def _can_factor(self) -> bool:
         """Whether low rank saves as much as candidates ask for at least; recurrent layers, for example, stay whole."""
         try:
-            plan_ranks(self.model, first_rows(self.task.example(), 2), keep(macs=1 - STEP_OF_RANK))
+            plan_ranks(self.model, few_rows(self.model, self.task.example(), 2), keep(macs=1 - STEP_OF_RANK))
         except CompressError:
             return False
         return True
@@ -377,6 +383,7 @@ class Workshop:
             export=True,
             dynamic=self.dynamic,
             compared=COMPARED_SAMPLES,
+            dims=self.dims,
         )
         assert report.bytes is not None
         drop = 0.0 if dense is None else (dense.metric - report.metric) * (1 if self.task.prefers_higher else -1)

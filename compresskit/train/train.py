@@ -341,12 +341,13 @@ def _validation(run: mixed.Run, task: Task, settings: Train, length: Length, lab
 
 
 def _check_length(settings: Train) -> None:
+    where = type(settings).__name__  # a stage that trains, too
     if (settings.epochs is None) == (settings.steps is None):
         got = "both" if settings.epochs is not None else "neither"
-        raise SettingError(f"Train(): wanted epochs= or steps=, one of the two, got {got}")
+        raise SettingError(f"{where}(): wanted epochs= or steps=, one of the two, got {got}")
     for name, value in (("epochs", settings.epochs), ("steps", settings.steps)):
         if value is not None and (not isinstance(value, int) or value < 1):
-            raise SettingError(f"Train({name}=...): wanted a whole number >= 1, got {value}")
+            raise SettingError(f"{where}({name}=...): wanted a whole number >= 1, got {value!r}")
 
 
 def _check_validation(settings: Train) -> None:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import compresskit as ck
 from compresskit.base.errors import DataError, SettingError
-from compresskit.base.task import batch_size, first_rows, first_tensor, repeated_rows
+from compresskit.base.task import batch_size, first_rows, first_tensor, repeated_rows, row_dims, rows_that_run
 from compresskit.measure import evaluate
 from compresskit.recipe.preflight import preflight_check
 
@@ -131,9 +131,57 @@ def test_first_rows_of_a_state_are_in_its_second_dimension() -> None:
     x, state = first_rows((torch.zeros(5, 6), torch.zeros(2, 5, 8)), 3)
     assert (x.shape, state.shape) == ((3, 6), (2, 3, 8))
     boxes = first_rows({"x": torch.zeros(5, 6), "anchors": torch.zeros(9, 4)}, 3)
-    assert (boxes["x"].shape, boxes["anchors"].shape) == ((3, 6), (3, 4))
+    assert (boxes["x"].shape, boxes["anchors"].shape) == ((3, 6), (9, 4))  # a table
     tokens, mask = first_rows((torch.zeros(5, 5), torch.zeros(1, 5)), 3)  # as many positions as rows
     assert (tokens.shape, mask.shape) == ((3, 5), (1, 5))
+
+
+def test_first_rows_leaves_what_has_no_rows() -> None:
+    x, table, scale = torch.zeros(5, 9, 8), torch.zeros(9, 9), torch.tensor(2.0)
+    rows, same, number, flag = first_rows((x, table, scale, True), 2)
+    assert rows.shape == (2, 9, 8)
+    assert same is table
+    assert number is scale
+    assert flag is True
+
+
+NAMED = {
+    "time first": ({"x": {0: "length", 1: "batch"}}, (1,)),
+    "time first, of a fixed length": ({"x": {1: "batch_size"}}, (1,)),
+    "a mask": ({"x": {0: "batch", 1: "l"}, "mask": {0: "l", 1: "l"}}, (0, None)),
+    "a mask, no name of a batch": ({"x": {0: "b", 1: "l"}, "mask": {0: "l", 1: "l"}}, (0, None)),
+    "a state": ({"x": {0: "b"}, "state": {1: "b"}}, (0, 1)),
+    "a fixed batch": ({"x": {1: "length"}, "mask": {0: "length"}}, (None, None)),
+    "a fixed second input": ({"x": {0: "batch"}, "table": {}}, (0, None)),
+    "all": ((0, 1), None),
+    "none": ((), (None,)),
+}
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_names_of_dimensions_say_where_the_rows_are(case) -> None:
+    dynamic, wanted = NAMED[case]
+    assert row_dims(list(dynamic) if isinstance(dynamic, dict) else ["x"], dynamic) == wanted
+
+
+def test_rows_are_cut_repeated_and_counted_where_they_are_said_to_be() -> None:
+    x, mask = torch.arange(24.0).view(3, 4, 2), torch.zeros(3, 3)
+    assert [v.shape for v in first_rows((x, mask), 2, (1, None))] == [(3, 2, 2), (3, 3)]
+    assert torch.equal(repeated_rows((x, mask), 6, (1, None))[0], x[:, [0, 1, 2, 3, 0, 1]])
+    assert [batch_size((x, mask), dims) for dims in (None, (1, None), (None, 0), (None, None))] == [3, 4, 3, 3]
+
+
+def test_inputs_are_taken_whole_where_fewer_rows_do_not_run() -> None:
+    inputs, seen = (torch.zeros(8, 3),), []
+
+    def run(rows) -> None:
+        seen.append(len(rows[0]))
+        rows[0].view(-1, 4, 3)
+
+    for count, wanted, runs in ((2, 8, [2]), (4, 4, [4]), (8, 8, [])):
+        seen.clear()
+        assert len(rows_that_run(run, first_rows(inputs, count), inputs)[0]) == wanted
+        assert seen == runs
 
 
 def test_the_rows_of_inputs_inside_a_dict() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from networks import NETWORKS, build, image
+from row_networks import GRAPH_DIMS, Frames, Graph, graph_inputs
 from torch import fx, nn
 
 import compresskit as ck
@@ -113,6 +114,17 @@ def test_two_rows_are_enough_to_see_that_a_model_runs() -> None:
         model = Rows(only)
         check_runs(model, (x, other))
         assert model.seen.rows == seen, "inputs of eight rows each; a model of eight rows; inputs that do not share their rows"
+
+
+def test_inputs_of_which_two_rows_do_not_run_stay_whole(tmp_path) -> None:
+    model, example = Graph().eval(), graph_inputs()
+    captured = capture(model, example, dynamic=GRAPH_DIMS)
+    assert [len(value) for value in captured.example] == [12, 2]
+    file = ck.export_onnx(model, tmp_path / "graph.onnx", example, dynamic=GRAPH_DIMS)
+    assert ck.verify_onnx(file, model, [graph_inputs(5, 9), graph_inputs(20, 50)]).passed
+    assert len(capture(Frames(), torch.randn(8, 6)).example[0]) == 8
+    assert len(capture(Frames(), torch.randn(8, 6), dynamic=()).example[0]) == 8
+    assert len(capture(nn.Linear(6, 3), torch.randn(8, 6)).example[0]) == 2
 
 
 def test_a_script_module_is_refused() -> None:

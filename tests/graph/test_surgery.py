@@ -41,6 +41,64 @@ def test_modes_are_restored() -> None:
     assert [m.training for m in model] == [True, False]
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_attention_has_no_fast_path_inside_a_mode(enabled) -> None:
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(enabled)
+    try:
+        with pytest.raises(ZeroDivisionError), surgery.mode(nn.Linear(1, 1), training=False):
+            with surgery.mode(nn.Linear(1, 1), training=True):
+                assert not torch.backends.mha.get_fastpath_enabled()
+            assert not torch.backends.mha.get_fastpath_enabled()
+            raise ZeroDivisionError
+        assert torch.backends.mha.get_fastpath_enabled() is enabled
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+@torch.no_grad()
+def test_padded_positions_are_computed_in_eval_mode_as_in_train_mode() -> None:
+    model, inputs = networks.PaddedEncoder(), networks.padded_tokens(length=10)
+    for layer in model.modules():
+        if isinstance(layer, nn.Dropout | nn.MultiheadAttention):
+            layer.p = layer.dropout = 0.0
+    wanted = model.train()(*inputs)
+    with surgery.mode(model, training=False):
+        torch.testing.assert_close(model(*inputs), wanted)
+
+
+class Cached(nn.Module):
+    """Keeps a table of `size` positions, of `width` values each, which no state dict holds."""
+
+    def __init__(self, table, size, width):
+        super().__init__()
+        self.size, self.width, self.exit, self.layer = size, width, 1, nn.Linear(width, width)
+        self.register_buffer("table", table, persistent=False)
+
+
+@pytest.mark.parametrize(
+    ("table", "size", "grown"),
+    [(torch.zeros(4, 8), 4, 6), (torch.zeros(0), 0, 6), (None, -1, 6), (torch.zeros(0), (0, 0), (6, 5))],
+    ids=["rows", "empty", "unset", "tuple"],
+)
+def test_the_length_of_a_table_that_a_run_made_is_not_restored(table, size, grown) -> None:
+    pruned = Cached(torch.zeros(6, 5), grown, 5)
+    pruned.exit = 3
+    fresh = Cached(table, size, 8)
+    surgery.restructure_(fresh, json.loads(json.dumps(surgery.structure(pruned))))
+    assert fresh.size == size
+    assert fresh.width == 5, "pruning makes widths smaller"
+    assert fresh.exit == 3
+    assert fresh.layer.in_features == 5
+
+
+def test_a_length_without_a_table_is_restored() -> None:
+    fresh = Cached(None, 4, 8)
+    fresh.register_buffer("table", torch.zeros(4, 8))
+    surgery.restructure_(fresh, surgery.structure(fresh) | {"modules": surgery.structure(Cached(None, 6, 8))["modules"]})
+    assert fresh.size == 6
+
+
 def test_unknown_names_are_refused() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ModelError, match=r"a\.b: Linear has no module 'a'"):

@@ -7,13 +7,16 @@ from dataclasses import replace
 import networks
 import pytest
 import short_run
+import torch
 from networks import images_task
+from row_networks import GRAPH_DIMS, MASKED_DIMS, Frames, Graph, Masked, TimeFirst, graph_inputs, masked_inputs
+from torch.nn import functional as F
 
 import compresskit as ck
 from compresskit.base.errors import (
     ExportError,
 )
-from compresskit.recipe import measure_stage
+from compresskit.recipe import engine, measure_stage
 
 
 def test_a_file_that_disagrees_with_its_model_stops_the_run(tmp_path, monkeypatch) -> None:
@@ -72,3 +75,49 @@ def test_a_file_that_disagrees_on_a_few_samples_is_compared_on_all(tmp_path, mon
     assert report.verified
     assert samples_compared[0] == 5
     assert len(samples_compared) == 2 < samples_compared[1]
+
+
+def tokens_loss(output, target):
+    return F.cross_entropy(output.flatten(0, -2), target.flatten())
+
+
+UNEQUAL_ROWS = {
+    "mask": (Masked, masked_inputs, (16, 9), 8, MASKED_DIMS, 1),
+    "graph": (Graph, graph_inputs, (12,), 3, GRAPH_DIMS, 12),
+    "frames": (Frames, lambda: (torch.randn(16, 6),), (4,), 3, (), 16),
+}
+
+
+@pytest.fixture
+def timed(monkeypatch) -> list[torch.Tensor]:
+    """The first input of what files of a run are timed on."""
+    found: list[torch.Tensor] = []
+    real = engine.latency
+
+    def noted(files, inputs):
+        found.append(inputs[0])
+        return real(files, inputs, seconds=0.01)
+
+    monkeypatch.setattr(engine, "latency", noted)
+    return found
+
+
+@pytest.mark.parametrize("case", UNEQUAL_ROWS)
+def test_recipes_of_inputs_whose_first_dimensions_are_not_all_the_batch(case, tmp_path, timed) -> None:
+    kind, inputs, labels, classes, dynamic, rows = UNEQUAL_ROWS[case]
+    data = [(*inputs(), torch.randint(0, classes, labels)) for _ in range(2)]
+    task = ck.Task(train=data, val=data, loss=tokens_loss, metric=lambda output, y: (output.argmax(-1) == y).float().mean())
+    stages = ck.Train(epochs=1), ck.StaticQuant(dynamic=dynamic, samples=16)
+    result = ck.Recipe(*stages, dynamic=dynamic).run(kind(), task, out=tmp_path)
+    assert [row.verified for row in result.rows] == [True, True]
+    assert [len(value) for value in timed] == [rows]
+
+
+@pytest.mark.parametrize("dims", [{0: "length", 1: "batch"}, {1: "batch"}], ids=["length", "fixed_length"])
+def test_a_sample_of_a_network_with_time_first_is_all_its_steps(dims, tmp_path, timed) -> None:
+    data, dynamic = [(torch.randn(9, 16, 6), torch.randint(0, 3, (16,)))], {"x": dims}
+    stages = ck.Train(epochs=1), ck.StaticQuant(dynamic=dynamic, samples=16)
+    result = ck.Recipe(*stages, dynamic=dynamic).run(TimeFirst(), ck.Task(train=data, val=data), out=tmp_path)
+    one = 9 * 3 * 32 * (6 + 32) + 32 * 3  # steps of three gates, and the last layer
+    assert [row.macs for row in result.rows] == [one, one]
+    assert [tuple(value.shape) for value in timed] == [(9, 1, 6)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 
@@ -73,6 +74,47 @@ def test_load_does_not_change_its_argument(finished_run, name) -> None:
     assert masks_of(loaded) is None
     assert model.state_dict().keys() == before.keys()
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["float", "quantized"])
+@pytest.mark.parametrize("ran", [False, True], ids=["new", "ran before"])
+def test_a_model_with_a_table_on_demand_is_loaded(quantized, ran, tmp_path) -> None:
+    model, x = networks.TableOnDemand().eval(), torch.randn(4, 6, 8)
+    model(x)
+    saved = ck.quant.quantize_static(model, [x]) if quantized else model
+    ck.save(saved, tmp_path)
+    other = networks.TableOnDemand()
+    if ran:
+        other(torch.randn(1, 9, 8))
+    loaded = ck.load(other, tmp_path)
+    assert torch.equal(loaded(x), saved(x))
+    if not quantized:
+        longer = torch.randn(2, 8, 8)
+        assert torch.equal(loaded(longer), saved(longer))
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["float", "quantized"])
+def test_a_table_that_was_cut_is_saved(quantized, tmp_path) -> None:
+    """No state dict of the class has it, and its constructor does not know which channels stay."""
+    model, x = networks.TableOfConstants().eval(), torch.randn(4, 6, 4)
+    fresh = copy.deepcopy(model)
+    prune.apply_(model, prune.plan_channels(model, (x,), ck.keep(macs=0.6)))
+    assert model.table.shape[1] < 32
+    saved = ck.quant.quantize_static(model, [x]) if quantized else model
+    ck.save(saved, tmp_path)
+    for again in (fresh, networks.TableOfConstants()):
+        assert torch.equal(ck.load(again, tmp_path)(x), saved(x))
+        assert "table" not in again.state_dict()
+
+
+def test_a_quantized_model_that_another_one_cannot_hold_is_no_damage(tmp_path) -> None:
+    class Fails(networks.Tokens):
+        def forward(self, x):
+            raise ValueError("no")
+
+    ck.save(ck.quant.quantize_static(networks.Tokens().eval(), [image(4)]), tmp_path)
+    with pytest.raises(CheckpointError, match="cannot be built again from the model given: Fails does not run .* give a model"):
+        ck.load(Fails(), tmp_path)
 
 
 def test_masks_of_other_shapes_are_refused_before_a_file_is_written(tmp_path) -> None:

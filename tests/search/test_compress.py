@@ -384,7 +384,7 @@ def test_the_command_line(task, tmp_path, capsys, monkeypatch) -> None:
 def test_the_command_line_says_what_is_missing(tmp_path, capsys) -> None:
     file = tmp_path / "mine.py"
     assert main(["compress", str(file), "--drop", "nan"]) == 2
-    assert "at_most(drop=...): wanted 0.005" in capsys.readouterr().err
+    assert "compress --drop: wanted 0.5 or 0.5pt, in points (hundredths), got 'nan'" in capsys.readouterr().err
     assert main(["compress", str(tmp_path / "none.py"), "--size", "1MB"]) == 2
     file.write_text("model = 1\n")
     assert main(["compress", str(file), "--size", "1MB"]) == 2

@@ -240,6 +240,52 @@ class Tokens(nn.Module):
         return self.head(x.mean(1))
 
 
+class PaddedEncoder(nn.Module):
+    """Two layers of torch's encoder over (N, L, 16) tokens with a mask (N, L) of the padded ones: three classes a token."""
+
+    def __init__(self, nested: bool = True):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested), nn.Linear(16, 3)
+
+    def forward(self, x, padded):
+        return self.head(self.encoder(x, src_key_padding_mask=padded))
+
+
+def padded_tokens(n=4, length=8, *, longest=8):
+    """Inputs of a `PaddedEncoder`: sentences of two tokens or more, the first of `longest`, padded to `length`."""
+    lengths = torch.randint(2, longest + 1, (n, 1))
+    lengths[0] = longest
+    return torch.randn(n, length, 16), torch.arange(length).expand(n, length) >= lengths
+
+
+class TableOnDemand(nn.Module):
+    """Adds positions from a table to (N, L, 8) tokens; it is made when a longer sentence comes, and no state dict holds it."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.length = nn.Linear(8, 32), nn.Linear(32, 8), 0
+        self.register_buffer("table", torch.zeros(0, 8), persistent=False)
+
+    def forward(self, x):
+        if x.shape[1] > self.length:
+            self.length = x.shape[1]
+            self.table = (torch.arange(self.length)[:, None] * torch.arange(8) / 8).sin()
+        return self.down(self.up(x + self.table[: x.shape[1]]).relu())
+
+
+class TableOfConstants(nn.Module):
+    """Adds a table that is drawn, and that no state dict holds, to the 32 channels of (N, 6, 4) tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.hidden, self.head = nn.Linear(4, 32), nn.Linear(32, 32), nn.Linear(32, 3)
+        self.register_buffer("table", torch.randn(6, 32), persistent=False)
+
+    def forward(self, x):
+        return self.head(self.hidden(self.embed(x) + self.table).relu())
+
+
 NETWORKS = [Chain, Residual, PaddedShortcut, Depthwise, Concat, Flatten, SqueezeExcite, Shuffle, Gate, Twice, Tied, Unknown]
 NETWORKS += [Mobile, Preactivation, Tokens]
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from compresskit import mixed
 from compresskit.base.errors import CompressError, ModelError, SettingError
 from compresskit.base.task import Inputs, Task, call
-from compresskit.graph.surgery import frozen_copy
+from compresskit.graph.surgery import frozen_copy, no_attention_fastpath
 from compresskit.graph.taps import tapped
 
 #: What an ensemble is the mean of.
@@ -137,7 +137,7 @@ class Teacher(nn.Module):
     def predictions(self, inputs: Inputs, task: Task) -> Tensor:
         """Return fp32 logits (N, C, ...), or outputs of other shapes, without gradients."""
         # no_grad, not inference_mode: autograd refuses to save an inference tensor for the student's backward pass.
-        with torch.no_grad():
+        with torch.no_grad(), no_attention_fastpath():
             outputs: list[Any] = []
             for seen in (*(view(inputs) for view in self.views), inputs):  # as they are at last: a tap keeps its last value
                 output = call(self, seen if self.inputs is None else self.inputs(seen))

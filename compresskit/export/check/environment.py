@@ -29,11 +29,13 @@ REQUIRED = {
     "torch": ("torch", "2.11"),
     "tqdm": ("tqdm", "4.66"),
 }
-#: Packages that something in the project uses where it is there: name for pip -> (module, what for).
+#: Packages that something in the project uses where it is there: name for pip -> (module, what for, oldest version or "").
 OPTIONAL = {
-    "scikit-learn": ("sklearn", "the recipes on digits"),
-    "torchvision": ("torchvision", "the recipes on images"),
-    "transformers": ("transformers", "models of Hugging Face"),
+    "openvino": ("openvino", "timing and verifying files in OpenVINO", ""),
+    "optuna": ("optuna", "compress", "5.0"),
+    "scikit-learn": ("sklearn", "the recipes on digits", ""),
+    "torchvision": ("torchvision", "the recipes on images", ""),
+    "transformers": ("transformers", "models of Hugging Face", ""),
 }
 #: Other distributions that bring the same module.
 ALTERNATIVES = {"onnxruntime": ("onnxruntime-gpu", "onnxruntime-directml", "onnxruntime-openvino", "onnxruntime-qnn")}
@@ -66,9 +68,21 @@ class Package:
     @property
     def fits(self) -> bool:
         """Whether it is there and new enough, or optional."""
-        if self.purpose:
-            return True
+        return bool(self.purpose) or self.works
+
+    @property
+    def works(self) -> bool:
+        """Whether it is there and new enough."""
         return self.version is not None and _numbers(self.version) >= _numbers(self.wanted)
+
+    @property
+    def advice(self) -> str:
+        """What to install, and what for; empty where it works."""
+        if self.works:
+            return ""
+        newest = f"'{self.name}>={self.wanted}'" if self.wanted else self.name
+        old = f"wanted {self.wanted} or newer: " if self.wanted and (self.version or not self.purpose) else ""
+        return (f"only for {self.purpose}: " if self.purpose else "") + f"{old}pip install {newest}"
 
 
 def _numbers(version: str) -> list[int]:
@@ -85,7 +99,10 @@ def _numbers(version: str) -> list[int]:
 def packages() -> list[Package]:
     """The packages that compresskit needs, then the optional ones."""
     needed = [Package(name=n, version=_installed(n, module), wanted=oldest) for n, (module, oldest) in REQUIRED.items()]
-    return needed + [Package(name=n, version=_installed(n, module), purpose=what) for n, (module, what) in OPTIONAL.items()]
+    return needed + [
+        Package(name=n, version=_installed(n, module), wanted=oldest, purpose=what)
+        for n, (module, what, oldest) in OPTIONAL.items()
+    ]
 
 
 def _installed(name: str, module: str) -> str | None:

@@ -14,6 +14,8 @@ kernels may round ties to the other side (onnxruntime#32132), and one step that 
   one is executed on one thread as written, which shows that it computes what the model does, and optimized as it runs here.
 * A float file passes by its largest error; in half precision, by the sum of that precision's roundings. As written, a file of
   which only weights are rounded counts as a float file; optimized, ONNX Runtime may round its activations, too.
+* NaN and infinity agree with the same at the same places, and the record counts them. A file none of whose values is finite does
+  not pass, since nothing was compared.
 """
 
 from __future__ import annotations
@@ -72,6 +74,7 @@ class Agreement:
             where `noise` is.
         flips: fraction of samples with another largest class that are no ties: in the reference, the two classes lie more than
             two steps apart.
+        not_finite: fraction of output values that are NaN or the same infinity in both, which counts as agreement.
     """
 
     agreement: float | None
@@ -81,6 +84,7 @@ class Agreement:
     noise: float | None = None
     excess: float | None = None
     flips: float = 0.0
+    not_finite: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,16 +125,25 @@ class Verification:
         return record
 
     def __str__(self) -> str:
-        lines = [f"{'agrees' if self.passed else 'DISAGREES'} with its model on {self.samples} samples {self.reason}".rstrip()]
+        verdict = "agrees" if self.passed else "cannot be compared" if self.optimized.not_finite == 1 else "DISAGREES"
+        lines = [f"{verdict} with its model on {self.samples} samples {self.reason}".rstrip()]
         levels = {"as written": self.plain, "optimized": self.optimized}
         if self.runtime and self.elsewhere:
             levels[f"{self.runtime.name} {self.runtime.version}"] = self.elsewhere
         for name, level in levels.items():
             top = "" if level.agreement is None else f"same class {level.agreement:.2%}, "
             lines.append(f"  {name:<10}  {top}within a step {level.within_one:.2%}, largest error {level.largest:.3g} steps")
+        lines += [f"  {remark}"] if (remark := not_finite_remark(levels.values())) else []
         lines += [f"  {self.runtime.note}"] if self.runtime and self.runtime.note else []
         lines += [f"  {each.machine:<10}  {each}" for each in self.machines]
         return "\n".join(lines)
+
+
+def not_finite_remark(levels: Iterable[Agreement]) -> str:
+    """How many output values are not finite at any level, in words; empty where all are finite."""
+    fraction = max((level.not_finite for level in levels), default=0.0)
+    values = "all values" if fraction == 1 else f"{fraction:.2%} of the values"
+    return f"not finite: {values} are NaN or infinite, at the same places in both" if fraction else ""
 
 
 def verify_onnx(
@@ -143,7 +156,7 @@ def verify_onnx(
     executed: Callable[[list[np.ndarray]], None] | None = None,
     label: str = "verify",
 ) -> Verification:
-    """Run an ONNX file and its model on the same inputs and compare all outputs.
+    """Run an ONNX file and its model on the same inputs and compare all outputs; NaN agrees with NaN, if not all values are such.
 
     Args:
         path, model: the ONNX file, and the PyTorch model it was written from, float or quantized.
@@ -313,19 +326,26 @@ def compare(reference: list[np.ndarray], outputs: list[np.ndarray], *, heads: in
     """Compare outputs with reference outputs, over all samples at once.
 
     heads: how many of the arrays, from the first, are predictions.
+
+    Raises ExportError for outputs of other shapes, or that are no numbers; DataError where they hold no values.
     """
-    steps = []
+    steps, same_infinities = [], 0
     shapes = [[v.shape for v in values] for values in (reference, outputs)]
     if len(reference) != len(outputs):
         raise ExportError(f"the file gives outputs of shapes {shapes[1]} where the model gives {shapes[0]}")
+    reference, outputs = [_as_numbers(v) for v in reference], [_as_numbers(v) for v in outputs]
     for wanted, got in zip(reference, outputs, strict=True):
         if wanted.shape != got.shape:
             raise ExportError(f"the file gives an output of shape {got.shape} where the model gives {wanted.shape}")
         with np.errstate(invalid="ignore"):  # inf - inf
             error = np.abs(wanted.astype(np.float64) - got)
-        error[wanted == got] = 0  # a masked logit of -inf agrees with itself
+        equal = (wanted == got) | (np.isnan(wanted) & np.isnan(got))  # a masked logit of -inf agrees with itself
+        error[equal] = 0
+        same_infinities += int((equal & ~np.isfinite(wanted)).sum())
         steps.append(error.ravel() / _step(wanted))
-    errors = np.nan_to_num(np.concatenate(steps), nan=np.inf)
+    errors = np.nan_to_num(np.concatenate(steps or [np.zeros(0)]), nan=np.inf, posinf=np.inf)
+    if not errors.size:
+        raise DataError(f"the outputs hold no values to compare, got shapes {shapes[0]}; give inputs with at least one row")
     classes = all(v.ndim > 1 and v.shape[_class_dim(v)] > 1 for v in reference[:heads])
     compared = [_compare_classes(*pair) for pair in zip(reference[:heads], outputs, strict=False)] if classes else []
     same, flips = (np.concatenate([pair[i] for pair in compared] or [np.zeros(1)]) for i in (0, 1))
@@ -335,7 +355,15 @@ def compare(reference: list[np.ndarray], outputs: list[np.ndarray], *, heads: in
         within_one=float((errors <= 1).mean()),
         within_two=float((errors <= 2).mean()),
         largest=float(errors.max()),
+        not_finite=same_infinities / errors.size,
     )
+
+
+def _as_numbers(output: np.ndarray) -> np.ndarray:
+    """An output that can be subtracted: truth values as 0 and 1."""
+    if output.dtype.kind not in "biuf":
+        raise ExportError(f"an output holds {output.dtype}; only numbers and truth values are compared, so drop it from the file")
+    return output.astype(np.float32) if output.dtype.kind == "b" else output
 
 
 def _class_dim(output: np.ndarray) -> int:
@@ -354,7 +382,7 @@ def _compare_classes(wanted: np.ndarray, got: np.ndarray) -> tuple[np.ndarray, n
 
 def _step(reference: np.ndarray) -> float:
     """1/255 of the range of the finite values; of their size, where they are all the same."""
-    finite = reference[np.isfinite(reference)]
+    finite = reference[np.isfinite(reference)].astype(np.float64)  # the range of half precision may be none of its numbers
     span = float(np.ptp(finite)) if finite.size else 0.0
     return (span or max(1.0, float(np.abs(finite).max(initial=0)))) / 255
 
@@ -379,6 +407,8 @@ def _reason_to_reject(
     """Why a file fails, or "". allowed: the largest error in steps, of a float file and of a quantized one."""
     within = WEIGHT_ONLY_WITHIN if weight_only else QUANTIZED_WITHIN
     for name, level in levels.items():
+        if level.not_finite == 1:
+            return f"{name}: no output value is finite, so nothing was compared"
         integers = quantized and not (weight_only and name == "as written")
         if not integers and level.largest > allowed[0]:
             return f"{name}: the largest error is {level.largest:.3g} steps, a file of this precision may have {allowed[0]:.3g}"

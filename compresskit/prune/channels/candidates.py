@@ -9,9 +9,9 @@ from types import TracebackType
 
 from torch import nn
 
-from compresskit.base.task import Inputs, first_rows
+from compresskit.base.task import Inputs
 from compresskit.export import export_onnx
-from compresskit.measure import latency
+from compresskit.measure import few_rows, latency
 
 SECONDS, ROUNDS = 0.6, 15
 #: `(module, inputs) -> module`: what a later stage makes of a module, so that it is measured as it will run.
@@ -46,7 +46,7 @@ class ExportedCandidates:
         if self.kind == "bytes":
             before, after = (_onnx_bytes(f) for f in (self.dense, file))
             return after / before, f"ONNX file of {after} bytes, {after / before:.1%} of the {before} of the dense one"
-        one = first_rows(self.example, 1)
+        one = few_rows(self.model, self.example, 1)
         slow, fast = latency([self.dense, file], one, seconds=SECONDS, rounds=ROUNDS)
         return fast / slow, (
             f"{fast:.3f} ms in ONNX Runtime, {fast / slow:.1%} of the {slow:.3f} of the dense model"

@@ -25,7 +25,7 @@ from compresskit.prune.rankings import Ranking, cost_aware
 from compresskit.prune.scores import score_groups_
 from compresskit.prune.structure.groups import ChannelAnalysis
 from compresskit.prune.structure.plan import Plan
-from compresskit.prune.structure.repeatable import buffers_restored
+from compresskit.prune.structure.repeatable import state_restored
 from compresskit.prune.structure.trial import TrialRepair
 
 NO_RATIOS: Mapping[str, float] = MappingProxyType({})
@@ -87,7 +87,7 @@ def plan_channels(
         score_groups_(analysis.groups, model, prefix, criterion, normalize, task, samples)
         return ChannelSelector(analysis, budget, limits, ranking, prefix, macs, model).plan(inputs)
 
-    with buffers_restored(model):
+    with state_restored(model):
         return _first_proved_plan(
             TrialRepair(model, inputs, inside=inside, ignore=_names(ignore), whole_heads=whole_heads), plan_for
         )

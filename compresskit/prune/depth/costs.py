@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.base.progress import progress_bar
-from compresskit.base.task import Inputs, call, first_rows
+from compresskit.base.task import Inputs, call
 from compresskit.export import export_onnx
-from compresskit.graph.surgery import copy_model, frozen_copy
-from compresskit.measure import count_macs, latency
+from compresskit.graph.surgery import copy_model, frozen_copy, no_attention_fastpath
+from compresskit.measure import count_macs, few_rows, latency
 from compresskit.prune.channels.candidates import Form
 from compresskit.prune.depth.find_blocks import ResidualBlock
 from compresskit.prune.depth.importance import bypassed
@@ -90,7 +90,7 @@ def whole_milliseconds(model: nn.Module, example: Inputs, form: Form | None = No
     model = frozen_copy(model)
     with tempfile.TemporaryDirectory() as folder:
         file = export_onnx(model if form is None else form(model, example), Path(folder) / "model.onnx", example)
-        return latency([file], first_rows(example, 1), seconds=SECONDS)[0]
+        return latency([file], few_rows(model, example, 1), seconds=SECONDS)[0]
 
 
 def received_by(model: nn.Module, example: Inputs, paths: Iterable[str]) -> dict[str, tuple[Any, Any]]:
@@ -103,8 +103,8 @@ def received_by(model: nn.Module, example: Inputs, paths: Iterable[str]) -> dict
         for path in paths
     ]
     try:
-        with torch.no_grad():
-            call(model, first_rows(example, 1))
+        with torch.no_grad(), no_attention_fastpath():
+            call(model, few_rows(model, example, 1))
     finally:
         for handle in handles:
             handle.remove()

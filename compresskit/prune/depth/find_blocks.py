@@ -23,8 +23,8 @@ from compresskit.graph.capture import check_runs
 from compresskit.graph.normalize import IDENTITIES, Node, aten
 from compresskit.graph.replacements import Bypass
 from compresskit.graph.surgery import mode
-from compresskit.prune.structure.repeatable import buffers_restored
-from compresskit.prune.structure.trace import OperatorRecorder, no_attention_fastpath, running_modules
+from compresskit.prune.structure.repeatable import state_restored
+from compresskit.prune.structure.trace import OperatorRecorder, running_modules
 
 ADDITIONS = {aten.add.Tensor, aten.add_.Tensor}
 #: Operators that a removed block takes with it where they stand between its input and its output: BERT's layers end in a norm.
@@ -136,8 +136,7 @@ def _record(model: nn.Module, example: Inputs) -> tuple[list[_Call], OperatorRec
     try:
         with (
             mode(model, training=False),
-            buffers_restored(model),
-            no_attention_fastpath(),
+            state_restored(model),
             torch.random.fork_rng(),
             torch.inference_mode(),
             running_modules(model, recorder.paths),

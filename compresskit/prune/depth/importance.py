@@ -23,10 +23,10 @@ from compresskit.base.inputs import some_batches
 from compresskit.base.progress import progress_bar
 from compresskit.base.task import Inputs, Task, batch_size, call_checked, first_tensor
 from compresskit.distill.losses.logits import match_predictions
-from compresskit.graph.surgery import mode
+from compresskit.graph.surgery import mode, no_attention_fastpath
 from compresskit.prune.depth.find_blocks import ResidualBlock
 from compresskit.prune.evidence import readable
-from compresskit.prune.structure.repeatable import buffers_restored
+from compresskit.prune.structure.repeatable import state_restored
 from compresskit.train.objective import task_losses
 
 
@@ -48,7 +48,7 @@ class BlockScoring:
 
     def predict(self, inputs: Inputs) -> Tensor:
         """The model's predictions."""
-        with torch.no_grad():
+        with torch.no_grad(), no_attention_fastpath():
             output = call_checked(self.model, inputs, "calibration data")
         return first_tensor(output) if self.task is None else self.task.predict(output)
 
@@ -102,7 +102,7 @@ def batch_statistics(model: nn.Module) -> Iterator[None]:
     """Let BatchNorm use the statistics of each batch, as after their re-estimation, while the block of code runs."""
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.running_mean is not None]
     momenta = [norm.momentum for norm in norms]
-    with buffers_restored(model), mode(model, training=False):
+    with state_restored(model), mode(model, training=False):
         for norm in norms:
             norm.train()
             norm.momentum = 0.0

@@ -13,9 +13,9 @@ from compresskit.base.budget import Budget, check_budget, takes_budget
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.inputs import AnyInputs, as_inputs, calibration_inputs
 from compresskit.base.progress import progress_bar
-from compresskit.base.task import Inputs, Task, call_checked, first_rows, first_tensor
-from compresskit.graph.surgery import frozen_copy
-from compresskit.measure import count_macs, count_parameters
+from compresskit.base.task import Inputs, Task, call_checked, first_tensor
+from compresskit.graph.surgery import frozen_copy, no_attention_fastpath
+from compresskit.measure import count_macs, count_parameters, few_rows
 from compresskit.prune.channels.candidates import ExportedCandidates, Form
 from compresskit.prune.channels.plan_channels import check_prunable
 from compresskit.prune.channels.resources import measured_quantity
@@ -197,7 +197,7 @@ class _Planner:
         """Of the original model, for every batch."""
         dense = frozen_copy(self.model)
         predict = first_tensor if self.task is None else self.task.predict
-        with torch.no_grad():
+        with torch.no_grad(), no_attention_fastpath():
             return [predict(call_checked(dense, x, "calibration data")) for x in self.batches]
 
     def without(self, paths: tuple[str, ...]) -> nn.Module:
@@ -281,7 +281,7 @@ class _Planner:
 
     def _macs(self, model: nn.Module) -> int:
         # They are of one sample, and counting is slow. With a task, a stage's report counts them of two rows as well.
-        return count_macs(model, self.inputs if self.task is None else first_rows(self.inputs, 2))
+        return count_macs(model, self.inputs if self.task is None else few_rows(model, self.inputs, 2))
 
     def _refusal(self, budget: Budget | None, count: int, removed: tuple[str, ...]) -> str:
         wish = f"{count} blocks to remove" if budget is None else f"{budget.kept:.1%} of the {budget.quantity}"

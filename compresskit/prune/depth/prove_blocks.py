@@ -18,9 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from compresskit.base.errors import named_first_line
 from compresskit.base.task import Inputs, call, first_rows
 from compresskit.graph.surgery import copy_model, frozen_copy, mode
+from compresskit.measure import few_rows
 from compresskit.prune.depth.find_blocks import ResidualBlock, find_blocks, outermost
-from compresskit.prune.structure.repeatable import buffers_restored, repeatable, varied_inputs
-from compresskit.prune.structure.trace import no_attention_fastpath, repeat_rows
+from compresskit.prune.structure.repeatable import repeatable, state_restored, varied_inputs
+from compresskit.prune.structure.trace import repeat_rows
 
 WIDE_TOLERANCE, SINGLE_TOLERANCE = 1e-9, 1e-4  # of the largest output, in float64 and float32
 
@@ -90,7 +91,7 @@ def check_blocks(model: nn.Module, paths: Collection[str], example: Inputs) -> s
 
 def blocks_that_cannot_go(model: nn.Module, blocks: Mapping[str, ResidualBlock], example: Inputs) -> dict[str, str]:
     """Blocks without which the model does not run, each with the error: code that reads an attribute of its first layer."""
-    some = first_rows(example, 2)
+    some = few_rows(model, example, 2)
 
     def error_without(paths: Collection[str]) -> Exception | None:
         try:
@@ -125,8 +126,8 @@ def outputs_of(model: nn.Module, inputs: Inputs) -> list[Tensor]:
 
 
 def _run_skipping(model: nn.Module, inputs: Inputs, skipped: Mapping[int, int]) -> list[Tensor]:
-    quiet = torch.inference_mode(), mode(model, training=False), torch.random.fork_rng(), no_attention_fastpath()
-    with quiet[0], quiet[1], quiet[2], quiet[3], repeatable(model), BranchesZeroed(skipped):
+    quiet = torch.inference_mode(), mode(model, training=False), torch.random.fork_rng()
+    with quiet[0], quiet[1], quiet[2], repeatable(model), BranchesZeroed(skipped):
         return [v for v in pytree.tree_leaves(call(model, inputs)) if isinstance(v, Tensor) and v.is_floating_point()]
 
 
@@ -152,7 +153,7 @@ def training_failure(model: nn.Module, changed: nn.Module, example: Inputs) -> s
     failures = []
     for each in (model, changed):
         try:
-            with torch.no_grad(), torch.random.fork_rng(), mode(each, training=True), buffers_restored(each):
+            with torch.no_grad(), torch.random.fork_rng(), mode(each, training=True), state_restored(each):
                 call(each, inputs)
             failures.append("")
         except Exception as error:  # training may need more than inputs, such as targets

@@ -14,11 +14,11 @@ from torch import nn
 from compresskit.base.budget import Budget, check_budget, takes_budget
 from compresskit.base.errors import CheckpointError, DataError, ModelError, SettingError, named_first_line
 from compresskit.base.inputs import AnyInputs, as_inputs, each_inputs
-from compresskit.base.task import Inputs, batch_size, call, first_rows
+from compresskit.base.task import Inputs, batch_size, call
 from compresskit.graph.masks import masks_of
 from compresskit.graph.replacements import Factored, most_cp_rank, replace_module_
-from compresskit.graph.surgery import frozen_copy, mode
-from compresskit.measure import count_macs, count_parameters
+from compresskit.graph.surgery import frozen_copy, mode, no_attention_fastpath
+from compresskit.measure import count_macs, count_parameters, few_rows
 from compresskit.prune.channels.plan_channels import check_prunable
 from compresskit.prune.channels.reconstruct import MOST_COLUMNS, InputStatistics, input_statistics
 from compresskit.prune.evidence import watched_calls
@@ -254,9 +254,10 @@ def _factorable(
         call(model, inputs)
     locked |= dict.fromkeys(layers.keys() - positions.keys(), "its weights are read without calling it, or not at all")
     called = {name: (layer, positions[name]) for name, layer in layers.items() if name in positions}
-    if _trial(model, inputs, list(called)) is None:
+    rows = few_rows(model, inputs, 2)
+    if _trial(model, rows, list(called)) is None:
         return called
-    failures = {name: _trial(model, inputs, [name]) for name in called}
+    failures = {name: _trial(model, rows, [name]) for name in called}
     locked |= {name: failure for name, failure in failures.items() if failure is not None}
     return {name: found for name, found in called.items() if failures[name] is None}
 
@@ -279,8 +280,8 @@ def _trial(model: nn.Module, inputs: Inputs, names: list[str]) -> str | None:
         layer = _layer(small, name)
         replace_module_(small, name, Factored.like(layer, (1, 1) if is_tucker(layer) else (1,)))
     try:
-        with torch.no_grad():
-            call(small, first_rows(inputs, 2))
+        with torch.no_grad(), no_attention_fastpath():
+            call(small, inputs)
     except Exception as error:
         return f"the model does not run without it: {named_first_line(error)}"
     return None

@@ -15,7 +15,17 @@ from torch import Tensor, nn
 
 from compresskit.base.errors import CheckpointError, ModelError
 from compresskit.graph.masks import masks_of
-from compresskit.graph.surgery import get_tensor, owner, parameter_owners, select_, sync_attributes_
+from compresskit.graph.surgery import get_tensor, owner, parameter_owners, select_
+
+#: Attributes of torch's own layers that repeat a size of their parameters, as (attribute, tensor, dimension).
+_MIRRORS: dict[type[nn.Module], tuple[tuple[str, str, int], ...]] = {
+    nn.Linear: (("out_features", "weight", 0), ("in_features", "weight", 1)),
+    nn.modules.batchnorm._NormBase: (("num_features", "weight", 0), ("num_features", "running_mean", 0)),
+    nn.GroupNorm: (("num_channels", "weight", 0),),
+    nn.PReLU: (("num_parameters", "weight", 0),),
+    nn.Bilinear: (("out_features", "weight", 0), ("in1_features", "weight", 1), ("in2_features", "weight", 2)),
+    nn.Embedding: (("num_embeddings", "weight", 0), ("embedding_dim", "weight", 1)),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +133,8 @@ def apply_(model: nn.Module, plan: Plan) -> nn.Module:
     """Remove the channels of a plan from a model, in place, and return the model.
 
     Parameters, buffers and the attributes that repeat their sizes change; device, dtype, requires_grad, tied parameters, train or
-    eval mode and the class stay. Make the optimizer afterwards: an old one holds the old parameters.
+    eval mode and the class stay. A buffer with `persistent=False` that is cut is in state dicts from then on: a new model of the
+    class has other values. Make the optimizer afterwards: an old one holds the old parameters.
 
     Args:
         model: the model that the plan was made for, or another one of the same class and sizes.
@@ -141,6 +152,8 @@ def apply_(model: nn.Module, plan: Plan) -> nn.Module:
     known = parameter_owners(model)
     for name in plan.remove:
         select_(model, name, plan.keep(name), known)
+        module, leaf = owner(model, name)
+        module._non_persistent_buffers_set.discard(leaf)
     changed = {id(get_tensor(model, name)) for name in plan.remove}
     for path, (_, after) in plan.attributes.items():
         module, attribute = owner(model, path)
@@ -148,7 +161,7 @@ def apply_(model: nn.Module, plan: Plan) -> nn.Module:
     for module in model.modules():
         # A tied parameter also changed where another module holds it.
         if any(id(t) in changed for t in _tensors_of(module)):
-            sync_attributes_(module)
+            _sync_attributes_(module)
     return model
 
 
@@ -176,6 +189,55 @@ def _tensors_of(module: nn.Module) -> list[Tensor | None]:
     tensors = [*module._parameters.values(), *module._buffers.values()]
     parametrized = module._modules.get("parametrizations")
     return tensors if parametrized is None else [*tensors, *parametrized.parameters()]
+
+
+def _sync_attributes_(module: nn.Module) -> None:
+    """Set `in_channels`, `groups`, `num_features` and similar attributes of a layer to the shapes of its parameters."""
+    if isinstance(module, nn.modules.conv._ConvNd):
+        _sync_conv_(module)
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm) and module.weight is not None:
+        module.normalized_shape = tuple(module.weight.shape)
+    if isinstance(module, nn.MultiheadAttention):
+        _sync_attention_(module)
+    if isinstance(module, nn.RNNBase):
+        rows, hidden = get_tensor(module, "weight_hh_l0").shape
+        if module.proj_size:
+            module.proj_size, hidden = hidden, rows // 4  # of an LSTM, with four gates
+        module.hidden_size = hidden
+        module.input_size = get_tensor(module, "weight_ih_l0").shape[1]
+        module._init_flat_weights()  # it keeps a list of its parameters beside them
+    if isinstance(module, nn.RNNCellBase):
+        module.hidden_size, module.input_size = module.weight_hh.shape[1], module.weight_ih.shape[1]
+    for kind, mirrors in _MIRRORS.items():
+        if not isinstance(module, kind):
+            continue
+        for attribute, leaf, dim in mirrors:
+            values = getattr(module, leaf, None)
+            # A PReLU with one shared slope has num_parameters == 1 whatever the channels are.
+            if isinstance(values, Tensor) and values.ndim > dim:
+                setattr(module, attribute, values.shape[dim])
+
+
+def _sync_attention_(attention: nn.MultiheadAttention) -> None:
+    packed = attention.in_proj_weight
+    attention.embed_dim = (packed if packed is not None else attention.q_proj_weight).shape[1]
+    attention.kdim = attention.embed_dim if packed is not None else attention.k_proj_weight.shape[1]
+    attention.vdim = attention.embed_dim if packed is not None else attention.v_proj_weight.shape[1]
+    attention.head_dim = attention.embed_dim // attention.num_heads
+
+
+def _sync_conv_(conv: nn.modules.conv._ConvNd) -> None:
+    first, second = conv.weight.shape[:2]
+    outputs, inputs = (second, first) if conv.transposed else (first, second)
+    if conv.transposed and conv.groups == conv.in_channels > 1:
+        conv.groups = first
+    elif not conv.transposed and conv.groups == conv.in_channels and second == 1 and conv.groups > 1:
+        # Depthwise: a group is a channel, so groups shrink with the channels; the multiplier stays.
+        conv.groups = outputs // max(1, conv.out_channels // conv.groups)
+    if conv.transposed:
+        conv.in_channels, conv.out_channels = inputs, outputs * conv.groups
+    else:
+        conv.in_channels, conv.out_channels = inputs * conv.groups, outputs
 
 
 def _check_model(model: nn.Module, plan: Plan) -> None:

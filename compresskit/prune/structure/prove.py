@@ -25,7 +25,7 @@ from compresskit.prune.structure.masked_statistics import MaskedStatistics, Zero
 from compresskit.prune.structure.plan import Plan, apply_, zero_
 from compresskit.prune.structure.propagate import propagate
 from compresskit.prune.structure.repeatable import repeatable, varied_inputs, vary_constants_
-from compresskit.prune.structure.trace import no_attention_fastpath, repeat_rows, running_modules, trace_model
+from compresskit.prune.structure.trace import repeat_rows, running_modules, trace_model
 
 FLOAT64_TOLERANCE, FLOAT32_TOLERANCE = 1e-9, 1e-4  # of the largest output
 TRAINING_TOLERANCE = 100  # times as much in train mode, where BatchNorm divides by the deviations of a few samples
@@ -142,7 +142,7 @@ def _compare_copies(
         inputs = varied_inputs(example)
         if inputs is not example and not _runs(zeroed, inputs):
             inputs = example
-        with no_attention_fastpath(), torch.inference_mode(), repeatable(zeroed), statistics:
+        with torch.inference_mode(), repeatable(zeroed), statistics:
             expected = _run_outputs(zeroed, inputs, unchanged)
     except Exception as error:
         if tolerance == FLOAT64_TOLERANCE:
@@ -184,7 +184,7 @@ def _training_run(zeroed: nn.Module, example: Inputs, eval_statistics: MaskedSta
     for inputs in (first_rows(example, 1), first_rows(example, 2), repeat_rows(example), example):  # BatchNorm may need more
         statistics = MaskedStatistics(eval_statistics.masks)
         try:
-            with no_attention_fastpath(), torch.inference_mode(), mode(zeroed, training=True), repeatable(zeroed), statistics:
+            with torch.inference_mode(), mode(zeroed, training=True), repeatable(zeroed), statistics:
                 outputs = _float_tensors(call(zeroed, inputs))
         except Exception:
             continue
@@ -260,4 +260,5 @@ def _to_float32(inputs: Inputs) -> Inputs:
 
 
 def _float_tensors(output: Any) -> list[Tensor]:
-    return [v for v in pytree.tree_leaves(output) if isinstance(v, Tensor) and v.is_floating_point()]
+    """Without gradients: a model may ask for them itself, as one of coordinates does that is derived by them."""
+    return [v.detach() for v in pytree.tree_leaves(output) if isinstance(v, Tensor) and v.is_floating_point()]

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compresskit.base.task import Inputs
+from compresskit.graph.surgery import no_attention_fastpath, state_kept, unset_buffers_kept
 
 #: Operators whose result is noise -> the value that takes its place. It is the same for every width.
 _NOISE = dict.fromkeys(
@@ -32,8 +33,12 @@ _VARIATION = 0.1  # standard deviation of what is added to constant parameters
 
 
 @contextmanager
-def buffers_restored(model: nn.Module) -> Iterator[None]:
-    """Put the buffers of a model back after the block: the tensors, where they were replaced, and their values."""
+def state_restored(model: nn.Module) -> Iterator[None]:
+    """Put the buffers and plain attributes of a model back after the block: what is there, and the values of tensors.
+
+    A table that is made when it is needed is a buffer, and an attribute that says how long it is: they go back together.
+    Buffers are always written back: a write that goes past torch, such as one to `.data`, does not show.
+    """
     before = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()
@@ -41,7 +46,8 @@ def buffers_restored(model: nn.Module) -> Iterator[None]:
         if buffer is not None
     ]
     try:
-        yield
+        with state_kept(model, buffers=False), unset_buffers_kept(model):
+            yield
     finally:
         with torch.no_grad():
             for module, name, buffer, values in before:
@@ -51,13 +57,13 @@ def buffers_restored(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def repeatable(model: nn.Module) -> Iterator[None]:
-    """Every run in such a block has the same noise, for whatever width, and leaves the buffers as they were."""
+    """Every run in such a block has the same noise, for whatever width, runs all inner layers, and leaves the model as it was."""
     torch.manual_seed(_NOISE_SEED)  # for what `_FixedNoise` does not know
     python, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002  models draw from the global state
     random.seed(_NOISE_SEED)
     np.random.seed(_NOISE_SEED)  # noqa: NPY002  spans that are masked in training
     try:
-        with buffers_restored(model), _FixedNoise():
+        with state_restored(model), no_attention_fastpath(), _FixedNoise():
             yield
     finally:
         random.setstate(python)

@@ -24,7 +24,7 @@ from compresskit.base.task import Inputs, batch_size, call, first_rows
 from compresskit.graph.capture import check_runs, inputs_inside
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import mode
-from compresskit.prune.structure.repeatable import buffers_restored
+from compresskit.prune.structure.repeatable import state_restored
 
 _MULTIPLICATIONS = {aten.mul, aten.div}
 _LOOK_UPS = {aten.index.Tensor, aten.index_select.default}
@@ -71,7 +71,7 @@ def trace_model(model: nn.Module, example: Inputs, *, inside: str | None = None)
     """
     whole_model, whole_example = model, example
     try:
-        with torch.no_grad(), mode(whole_model, training=False), buffers_restored(whole_model):
+        with torch.no_grad(), mode(whole_model, training=False), state_restored(whole_model):
             if inside is not None:
                 model, example = inputs_inside(model, example, inside)
             trace = _first_trace(model, example, inside or "")
@@ -82,7 +82,7 @@ def trace_model(model: nn.Module, example: Inputs, *, inside: str | None = None)
     runs: list[Trace] = []
     while (unread := _unread(model, (trace, *runs))) and others:
         training, inputs = others.pop(0)
-        with mode(model, training=training), buffers_restored(model), suppress(Exception):
+        with mode(model, training=training), state_restored(model), suppress(Exception):
             # Training may need more than the example, such as targets: what it reads is proved or locked later.
             runs.append(_trace_run(model, inputs, inside or ""))
     return replace(trace, other_runs=tuple(runs), unread=unread)
@@ -126,7 +126,6 @@ def _trace_run(model: nn.Module, example: Inputs, prefix: str) -> Trace:
             recorder.add_input(value)
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     with (
-        no_attention_fastpath(),
         torch.random.fork_rng(devices),
         torch.inference_mode(),
         running_modules(model, recorder.paths),
@@ -135,17 +134,6 @@ def _trace_run(model: nn.Module, example: Inputs, prefix: str) -> Trace:
         output = call(model, example)
     recorder.add_output(output)
     return Trace(graph=recorder.graph, module=model, prefix=prefix, example=example, shapes=recorder.shapes)
-
-
-@contextmanager
-def no_attention_fastpath() -> Iterator[None]:
-    """Turn off torch's fast path of attention, which is one opaque operator."""
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,12 +28,12 @@ from torch.utils import _pytree as pytree
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.inputs import Batches, first_and_all
 from compresskit.base.progress import progress_bar
-from compresskit.base.task import Inputs, call, first_rows
+from compresskit.base.task import Inputs, call, first_rows, rows_that_run
 from compresskit.export import export_onnx
 from compresskit.graph.capture import Captured, Dynamic, module_path
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor, mode
-from compresskit.measure import latency, numpy_inputs, session
+from compresskit.measure import input_row_dims, latency, numpy_inputs, run_files, session
 from compresskit.metrics import decibels
 from compresskit.quant.accuracy_target.mixed_model import (
     FLOAT,
@@ -161,12 +162,18 @@ def quantize_to_accuracy(
             error = sum(float((a - b).square().sum()) for a, b in zip(outputs, search.float_outputs, strict=True))
             if (reached := decibels(search.signal, error)) >= wanted_sqnr:
                 whole = export_onnx(search.captured.module, Path(folder) / "float.onnx", data[0])
-                ms, float_ms = latency((path, whole), first_rows(data[0], 1), seconds=max(seconds, 0.5))
+                ms, float_ms = _timed_on_one(model, (path, whole), data[0], dynamic, max(seconds, 0.5))
                 return mixed, _report(search, precisions, wanted_sqnr, reached, outputs, (ms, float_ms))
         noise_budget *= min(0.9, 10 ** ((reached - wanted_sqnr) / 10))
     raise ModelError(
         f"{type(model).__name__}: nothing that is rounded reaches {wanted_sqnr:.1f} dB; keep it in float, or lower the target"
     )
+
+
+def _timed_on_one(model: nn.Module, files: Sequence[Path], example: Inputs, dynamic: Dynamic, seconds: float) -> list[float]:
+    """Latencies of files of a model, for the first row of the example, and for all of it where they take no less."""
+    one = first_rows(example, 1, input_row_dims(model, example, dynamic))
+    return latency(files, rows_that_run(partial(run_files, files), one, example), seconds=seconds)
 
 
 def _wanted_sqnr(sqnr: float | None, cosine: float | None) -> float:

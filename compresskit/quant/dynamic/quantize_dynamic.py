@@ -10,8 +10,9 @@ from torch import nn
 
 from compresskit.base.inputs import Batches, first_and_all
 from compresskit.base.stage import Stage
-from compresskit.base.task import Task, first_rows
+from compresskit.base.task import Inputs, Task, first_rows, rows_that_run
 from compresskit.graph.capture import Dynamic
+from compresskit.measure import few_rows, input_row_dims, run_once
 from compresskit.quant.dynamic.insert_dynamic import DynamicallyQuantized, build_dynamic
 from compresskit.quant.dynamic.noisy_layers import LEAST_OF_OUTPUTS, noisy_lstm_layers
 from compresskit.quant.dynamic.placement_dynamic import DEFAULT_OPERATORS
@@ -21,7 +22,7 @@ from compresskit.quant.numerics.targets import X86, Target, check_target
 
 log = logging.getLogger(__name__)
 
-COMPARED_ROWS = 8  # of the example, on which the outputs are compared with the float model's
+COMPARED_ROWS = 8  # of the example, where the model takes so few: the outputs on them are compared with the float model's
 
 
 def quantize_dynamic(
@@ -62,8 +63,7 @@ def quantize_dynamic(
     example, _ = first_and_all(batches, "quantize_dynamic")
     settings: dict[str, Any] = {"weights": weights, "operators": operators, "skip": skip, "dynamic": dynamic}
     quantized = build_dynamic(model, example, target, **settings)
-    rows = first_rows(example, COMPARED_ROWS)
-    error = OutputError(model, [rows], COMPARED_ROWS)
+    error = OutputError(model, [_compared_rows(model, quantized, example)], None)
     if not error.outputs[0]:
         log.info(
             "quantize_dynamic: %s has no output in floating point to compare; what it loses is not judged", type(model).__name__
@@ -80,6 +80,17 @@ def quantize_dynamic(
             reached,
         )
     return quantized
+
+
+def _compared_rows(model: nn.Module, quantized: DynamicallyQuantized, example: Inputs) -> Inputs:
+    """The first rows of the example where both models run on them, and the example where one does not."""
+
+    def run(rows: Inputs) -> None:
+        run_once(model, rows)
+        run_once(quantized, rows)
+
+    dims = input_row_dims(model, example, quantized.dynamic)
+    return rows_that_run(run, first_rows(example, COMPARED_ROWS, dims), example)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,10 +110,10 @@ class DynamicQuant(Stage):
         check_target(self.target, "DynamicQuant")
 
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
-        model = model.to(task.device).eval()
+        model, example = model.to(task.device).eval(), task.example()
         return quantize_dynamic(
             model,
-            first_rows(task.example(), 2),
+            few_rows(model, example, 2, input_row_dims(model, example, self.dynamic)),
             target=self.target,
             weights=self.weights,
             operators=self.operators,

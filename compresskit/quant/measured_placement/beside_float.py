@@ -7,16 +7,17 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from torch import nn
 
 from compresskit.base.errors import CompressError, SettingError
-from compresskit.base.task import Inputs, repeated_rows
+from compresskit.base.task import Inputs, RowDims, repeated_rows, rows_that_run
 from compresskit.export import export_onnx
 from compresskit.export.check.layer_profile import profile_layers
-from compresskit.measure import latency, session
+from compresskit.measure import input_row_dims, latency, run_files, session
 from compresskit.quant.calibrated import CalibratedSettings
 from compresskit.quant.measured_placement.placement_model import OperatorTimes, operator_times
 from compresskit.quant.model import Quantized
@@ -99,7 +100,8 @@ class _Timed:
         if not self.floating.exists():
             export_onnx(self.module, self.floating, self.example, dynamic=self.settings.dynamic)
         export_onnx(quantized, self.rounded, self.example)
-        return rows_of_batch(self.example, self.settings.deployment, self.floating, type(self.module).__name__)
+        dims = input_row_dims(self.module, self.example, self.settings.dynamic)
+        return rows_of_batch(self.example, self.settings.deployment, self.floating, type(self.module).__name__, dims)
 
 
 Found = TypeVar("Found")
@@ -139,19 +141,24 @@ def beside_float(
         yield _Timed(module, example, settings, Path(folder), seconds)
 
 
-def rows_of_batch(example: Inputs, deployment: Deployment, file: Path, name: str) -> Inputs:
+def rows_of_batch(example: Inputs, deployment: Deployment, file: Path, name: str, dims: RowDims | None) -> Inputs:
     """Inputs of the batch that a deployment wants, repeated from the example where it has fewer.
+
+    The example as it is where the file does not run on these: the nodes of a graph that goes with its edges.
 
     Args:
         example: a batch of inputs. file: the ONNX file that will be run. name: of the model, for the message.
+        dims: where the rows of each input are, where that is known.
 
     Raises SettingError where the file takes another batch.
     """
     batch = deployment.batch
-    fixed = next((given.shape[0] for given in session(file).get_inputs() if given.shape), batch)
+    shapes = [given.shape for given in session(file).get_inputs()]
+    in_each = [(shape, dim) for shape, dim in zip(shapes, dims or (), strict=False) if dim is not None]
+    fixed = next((shape[dim] for shape, dim in in_each or [(shape, 0) for shape in shapes if shape]), batch)
     if isinstance(fixed, int) and fixed != batch:
         raise SettingError(
             f"Deployment(batch={batch}): {name} takes {fixed} samples at a time, since dynamic= leaves the batch fixed;"
             f" write batch={fixed}, or let the batch vary"
         )
-    return repeated_rows(example, batch)
+    return rows_that_run(partial(run_files, [file]), repeated_rows(example, batch, dims), example)

@@ -20,7 +20,7 @@ from pathlib import Path
 from torch import nn
 
 from compresskit.base.progress import progress_bar
-from compresskit.base.task import Inputs
+from compresskit.base.task import Inputs, row_dims
 from compresskit.export import export_onnx
 from compresskit.export.check.layer_profile import profile_layers
 from compresskit.graph.capture import Captured
@@ -163,7 +163,8 @@ class _Variants:
         self.folder, self.seconds, self.deployment = folder, seconds, settings.deployment
         self.files: dict[frozenset[str], Path] = {}
         self.float_file = export_onnx(captured.module, folder / "float.onnx", captured.example)
-        self.rows = rows_of_batch(captured.example, self.deployment, self._file({}), origin.float_class)
+        dims = row_dims(captured.inputs, captured.dynamic)
+        self.rows = rows_of_batch(captured.example, self.deployment, self._file({}), origin.float_class, dims)
 
     def measure(self, variants: Sequence[Floating], *, beside_float: bool = False) -> list[float]:
         """Milliseconds of the variants whose given nodes stay float; those of the float model last, where it is asked for."""

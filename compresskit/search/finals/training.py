@@ -24,7 +24,7 @@ from compresskit.base.task import Task, accuracy, call
 from compresskit.distill import imitate
 from compresskit.distill.losses import hint
 from compresskit.distill.objectives.imitate import Imitate
-from compresskit.graph.surgery import copy_model, frozen_copy
+from compresskit.graph.surgery import copy_model, frozen_copy, no_attention_fastpath
 from compresskit.recipe.preflight import missing_target
 from compresskit.search.candidate import Candidate, Removable
 from compresskit.search.ceilings import Ceiling
@@ -60,7 +60,7 @@ def with_objective(train: Train, model: nn.Module, task: Task) -> Train:
 
 def _predicts_classes(model: nn.Module, task: Task, *, labelled: bool) -> bool:
     """Whether predictions have scores of classes in their second dimension, by the loss, or, without targets, by the metric."""
-    with torch.no_grad():
+    with torch.no_grad(), no_attention_fastpath():
         predictions = task.predict(call(frozen_copy(model).to(task.device), task.example()))
     loss = task.loss.func if isinstance(task.loss, partial) else task.loss
     of_classes = loss is F.cross_entropy or loss is F.nll_loss or isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)

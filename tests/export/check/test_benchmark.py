@@ -91,3 +91,29 @@ def test_files_with_other_inputs_are_named(tmp_path) -> None:
     assert [t.path for t in timings] == [str(one), str(other)]
     with pytest.raises(DataError, match=r"other\.onnx: the file wants inputs \['z'\], got \['input'\]"):
         benchmark([one, other], {"input": x}, seconds=0.02, runtimes=["onnxruntime"])
+
+
+def test_the_batch_that_was_timed_is_said(tmp_path) -> None:
+    model, x = nn.Linear(8, 4).eval(), torch.randn(2, 8)
+    fixed, free = ck.export_onnx(model, tmp_path / "2.onnx", (x,), dynamic=()), ck.export_onnx(model, tmp_path / "n.onnx", (x,))
+    quick = {"seconds": 0.02, "runtimes": ["onnxruntime"]}
+    assert [t.batch for t in benchmark([free, fixed], **quick)] == [2, 2]
+    assert [t.batch for t in benchmark([free], **quick)] == [1]
+    assert [t.batch for t in benchmark([free], (torch.randn(5, 8),), **quick)] == [5]
+    with pytest.raises(
+        SettingError, match=r"2\.onnx takes input \(2, 8\) and no other batch, got batch=4; say batch=2, or leave it out"
+    ):
+        benchmark([free, fixed], batch=4, **quick)
+    with pytest.raises(SettingError, match=r"bench: wanted inputs for batch=4, got input \(2, 8\); leave out one of the two"):
+        benchmark([free], (x,), batch=4, **quick)
+    with pytest.raises(DataError, match=r"bench: the inputs have no rows, got input \(0, 8\); give at least one"):
+        benchmark([free], (x[:0],), **quick)
+
+
+def test_a_table_with_rows_of_its_own_is_no_batch(tmp_path) -> None:
+    class Chosen(nn.Module):
+        def forward(self, table, x):
+            return x @ table
+
+    path = ck.export_onnx(Chosen(), tmp_path / "f.onnx", (torch.randn(5, 3), torch.randn(2, 5)), dynamic={"x": {0: "rows"}})
+    assert [t.batch for t in benchmark([path], batch=4, seconds=0.02, runtimes=["onnxruntime"])] == [4]

@@ -10,6 +10,7 @@ import torch
 
 from compresskit.export.check.environment import (
     ALTERNATIVES,
+    OPTIONAL,
     REQUIRED,
     Package,
     environment,
@@ -27,6 +28,10 @@ def test_the_packages_are_those_of_the_project() -> None:
     assert found["torch"].version == torch.__version__.partition("+")[0]
     assert all(package.fits for package in found.values())
     assert found["transformers"].purpose == "models of Hugging Face"
+    extra = tomllib.loads((checkout.ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["search"]
+    assert [f"optuna>={OPTIONAL['optuna'][2]},<6"] == extra
+    assert found["optuna"].purpose == "compress"
+    assert found["openvino"].purpose == "timing and verifying files in OpenVINO"
 
 
 @pytest.mark.parametrize(
@@ -36,6 +41,23 @@ def test_the_packages_are_those_of_the_project() -> None:
 def test_old_and_missing_packages_do_not_fit(version, fits) -> None:
     assert Package(name="torch", version=version, wanted="2.11").fits is fits
     assert Package(name="torch", version=version, purpose="plots").fits
+
+
+@pytest.mark.parametrize(
+    ("package", "advice"),
+    [
+        ({"version": "5.1", "wanted": "5.0", "purpose": "compress"}, ""),
+        (
+            {"version": "4.1", "wanted": "5.0", "purpose": "compress"},
+            "only for compress: wanted 5.0 or newer: pip install 'p>=5.0'",
+        ),
+        ({"version": None, "wanted": "5.0", "purpose": "compress"}, "only for compress: pip install 'p>=5.0'"),
+        ({"version": None, "purpose": "plots"}, "only for plots: pip install p"),
+        ({"version": None, "wanted": "2.0"}, "wanted 2.0 or newer: pip install 'p>=2.0'"),
+    ],
+)
+def test_what_to_install_is_said(package, advice) -> None:
+    assert Package(name="p", **package).advice == advice
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,23 @@ def test_infinite_and_scalar_outputs_are_compared(tmp_path) -> None:
         ck.verify_onnx(tmp_path / "f.onnx", model, [(torch.randn(2, 5, 8, 8),)])
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # of the fast path
+@pytest.mark.parametrize("nested", [True, False])
+def test_padded_positions_agree_whatever_path_attention_takes(nested, tmp_path) -> None:
+    """In eval mode torch's fast path writes zeros there, which the file does not."""
+    torch.manual_seed(0)
+    model, example = networks.PaddedEncoder(nested).eval(), networks.padded_tokens()
+    path = ck.export_onnx(model, tmp_path / "f.onnx", example, dynamic=(0, 1))
+    batches = [example, networks.padded_tokens(3, 6, longest=6), networks.padded_tokens(4, 9, longest=7)]
+    assert ck.verify_onnx(path, model, batches).passed
+    run = ck.measure.session(path)
+    for x, padded in batches:
+        (got,) = run.run(None, {"x": x.numpy(), "padded": padded.numpy()})
+        with torch.no_grad():
+            wanted = model(x, padded)  # as users run it
+        torch.testing.assert_close(torch.from_numpy(got)[~padded], wanted[~padded])
+
+
 def test_one_wrong_output_among_many_is_refused(tmp_path) -> None:
     import onnx
     from onnx import numpy_helper
@@ -105,6 +122,48 @@ def test_errors_are_counted_in_steps() -> None:
     assert level.within_two == 1.0
     assert level.largest == pytest.approx(1.5)
     assert compare([wanted], [wanted * np.nan]).largest == np.inf
+
+
+def test_values_that_are_not_finite_agree_at_the_same_places() -> None:
+    wanted = np.array([[1.0, np.nan], [np.inf, -np.inf]], np.float32)
+    level = verify.compare([wanted], [wanted.copy()])
+    assert (level.largest, level.within_one, level.not_finite) == (0, 1, 0.75)
+    for other in (np.nan, -np.inf, np.inf, 2.0):
+        if other != wanted[1, 0]:
+            moved = wanted.copy()
+            moved[1, 0] = other
+            assert verify.compare([wanted], [moved]).largest == np.inf
+    moved = wanted.copy()
+    moved[0, 0] = np.nan
+    assert verify.compare([wanted], [moved]).largest == np.inf
+    half = np.array([[-60000.0], [60000.0]], np.float16)  # its range is no number of that precision
+    assert verify.compare([half], [np.flip(half, 0)]).largest == pytest.approx(255)
+
+
+def test_a_model_without_a_finite_output_is_no_proof(tmp_path) -> None:
+    class Log(nn.Module):
+        def forward(self, x):
+            return torch.log(x)
+
+    path, x = ck.export_onnx(Log(), tmp_path / "f.onnx", (torch.ones(2, 8),)), torch.ones(2, 8)
+    proof = ck.verify_onnx(path, Log(), [torch.cat([x, -x])])
+    assert proof.passed
+    assert "  not finite: 50.00% of the values are NaN or infinite, at the same places in both" in str(proof).splitlines()
+    proof = ck.verify_onnx(path, Log(), [-x])
+    assert proof.reason == "as written: no output value is finite, so nothing was compared"
+    assert str(proof).startswith("cannot be compared with its model on 2 samples as written: no output value is finite")
+
+
+def test_only_numbers_are_compared() -> None:
+    yes = np.array([[True, False]])
+    assert verify.compare([yes], [yes]).largest == 0
+    assert verify.compare([yes], [~yes]).within_two == 0
+    with pytest.raises(ExportError, match="an output holds object; only numbers and truth values are compared"):
+        verify.compare([np.array(["a"], object)], [np.array(["a"], object)])
+    with pytest.raises(
+        DataError, match=r"the outputs hold no values to compare, got shapes \[\(0, 4\)\]; give inputs with at least"
+    ):
+        verify.compare([np.zeros((0, 4))], [np.zeros((0, 4))])
 
 
 def test_a_file_that_draws_other_random_numbers_is_refused(tmp_path) -> None:

@@ -12,6 +12,7 @@ import torch
 from networks import build, image, images_task
 from quick import make_quick
 from residual import ResNet, Transformer
+from row_networks import Frames, Graph, Masked, graph_inputs, masked_inputs
 from torch import nn
 
 import compresskit as ck
@@ -97,6 +98,17 @@ def test_a_stage_is_saved_loaded_pruned_and_exported(tmp_path) -> None:
     loaded, inputs = ck.load(build(ResNet), tmp_path), image(3)
     torch.testing.assert_close(loaded(*inputs), small(*inputs))
     assert ck.verify_onnx(ck.export_onnx(small, tmp_path / "m.onnx", image(2)), small, [image(1), image(7)])
+
+
+@pytest.mark.parametrize(
+    ("family", "inputs"),
+    [(Masked, masked_inputs), (Graph, graph_inputs), (Frames, lambda: (torch.randn(8, 6),))],
+    ids=["mask", "graph", "frames"],
+)
+def test_inputs_that_are_not_cut_to_two_rows(family, inputs) -> None:
+    plan = plan_ranks(family().eval(), inputs(), ck.keep(macs=0.8), **WIDE)
+    assert plan.lines
+    assert not [reason for reason in plan.locked.values() if "does not run" in reason]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import networks
@@ -14,7 +15,8 @@ from torch import nn
 
 from compresskit import keep
 from compresskit.base.errors import ModelError
-from compresskit.prune import Plan, plan_channels, prove
+from compresskit.prune import Plan, apply_, plan_channels, prove
+from compresskit.prune.structure.plan import zero_
 
 
 def test_a_wrong_plan_fails_the_proof() -> None:
@@ -50,6 +52,31 @@ class MixesWhenTraining(nn.Sequential):
     def forward(self, x):
         h = self[0](x)
         return self[1](torch.cat([h[:, :24] * 2, h[:, 24:]], 1) if self.training else h)
+
+
+class Coordinates(nn.Sequential):
+    """A network of sines as it was published: it returns its inputs besides, to be derived by them."""
+
+    def forward(self, x):
+        x = x.clone().detach().requires_grad_(True)
+        return self[2](self[1](self[0](x).sin()).sin()), x
+
+
+def test_outputs_may_ask_for_gradients() -> None:
+    model = Coordinates(nn.Linear(2, 32), nn.Linear(32, 32), nn.Linear(32, 1)).eval()
+    plan = plan_channels(model, (torch.rand(8, 2),), keep(macs=0.5))
+    assert [line.layer for line in plan.lines] == ["0", "1"]
+    assert prove(model, plan, (torch.rand(8, 2),)) is None
+
+
+def test_a_model_with_a_table_on_demand_runs_after_planning() -> None:
+    model, x = networks.TableOnDemand().eval(), torch.randn(4, 6, 8)
+    plan = plan_channels(model, (x,), keep(macs=0.7))
+    assert model.length == len(model.table) == 0
+    small = apply_(copy.deepcopy(model), plan)
+    wanted = zero_(copy.deepcopy(model), plan)(x)
+    torch.testing.assert_close(small(x), wanted)
+    assert model(x).shape == x.shape
 
 
 def refused_reason(model: nn.Module, *example: torch.Tensor) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import networks
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from compresskit.prune.structure.repeatable import buffers_restored, repeatable, varied_inputs, vary_constants_
+from compresskit.prune.structure.repeatable import repeatable, state_restored, varied_inputs, vary_constants_
 
 NOISE = {
     "randn": lambda h: h + torch.randn(h.shape),
@@ -36,12 +37,24 @@ def test_buffers_are_put_back_also_where_they_were_replaced() -> None:
     model.register_buffer("moved", torch.zeros(2))
     model.register_buffer("replaced", torch.zeros(2))
     before = model.replaced
-    with buffers_restored(model):
+    with state_restored(model):
         model.moved.add_(1)
         model.replaced = model.replaced + 1
     assert model.replaced is before
     assert not model.moved.any()
     assert not model.replaced.any()
+
+
+def test_a_table_and_its_length_are_put_back_together() -> None:
+    model, x = networks.TableOnDemand(), torch.randn(2, 6, 8)
+    table = model.table
+    with torch.inference_mode(), repeatable(model):
+        wanted = model(x)
+        assert model.length == 6
+    assert model.length == 0
+    assert model.table is table
+    assert not torch.is_inference(model(x))
+    torch.testing.assert_close(model(x), wanted)
 
 
 def test_only_constant_values_are_varied() -> None:

@@ -10,6 +10,18 @@ import oracles
 import pytest
 import torch
 import torch.nn.functional as F
+from row_networks import (
+    GRAPH_DIMS,
+    MASKED_DIMS,
+    MEMORY_DIMS,
+    Frames,
+    Graph,
+    Masked,
+    Memory,
+    TimeFirst,
+    graph_inputs,
+    masked_inputs,
+)
 from torch import nn
 
 import compresskit as ck
@@ -17,6 +29,7 @@ from compresskit.base.errors import DataError, ModelError, SettingError
 from compresskit.export.check.optimized_graph import optimized_model
 from compresskit.measure import numpy_inputs, session
 from compresskit.quant import Scheme, diagnose, quantize_dynamic
+from compresskit.quant.dynamic import quantize_dynamic as dynamic_module
 from compresskit.quant.dynamic.insert_dynamic import build_dynamic
 from compresskit.quant.dynamic.quantize_dynamic import DynamicQuant
 from compresskit.quant.numerics.targets import X86, X86_NO_VNNI
@@ -389,3 +402,42 @@ def test_outputs_that_rounding_at_run_time_loses_are_named(caplog) -> None:
         model[0].weight.mul_(torch.tensor([1e-3, *[1e3] * 5]))
     quantize_dynamic(model, (Loud.inputs()[0][0],))
     assert "dB against those of the float model; `quantize_to_accuracy`" in caplog.text
+
+
+def memory_inputs(rows: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(rows, 5, 8), torch.randn(10, rows, 12)
+
+
+UNEQUAL_ROWS = {
+    "mask": (Masked, masked_inputs(), MASKED_DIMS, masked_inputs(3, 11)),
+    "memory": (Memory, memory_inputs(), MEMORY_DIMS, memory_inputs(3)),
+    "memory of a fixed batch": (Memory, memory_inputs(), (), memory_inputs()),
+    "graph": (Graph, graph_inputs(), GRAPH_DIMS, graph_inputs(20, 50)),
+    "frames": (Frames, (torch.randn(16, 6),), (), (torch.randn(16, 6),)),
+    "time first": (TimeFirst, (torch.randn(12, 16, 6),), {"x": {1: "batch"}}, (torch.randn(12, 3, 6),)),
+}
+
+
+@pytest.mark.parametrize("case", UNEQUAL_ROWS)
+def test_inputs_whose_first_dimensions_are_not_all_the_batch(case, tmp_path) -> None:
+    kind, example, dynamic, other = UNEQUAL_ROWS[case]
+    model = kind().eval()
+    quantized = quantize_dynamic(model, [example], dynamic=dynamic)
+    file = ck.export_onnx(quantized, tmp_path / "model.onnx", example)
+    assert ck.verify_onnx(file, quantized, [other]).passed
+    task = ck.Task(val=[(*example, torch.zeros(1))])
+    staged = DynamicQuant(dynamic=dynamic)(model, task)
+    assert staged(*other).shape == model(*other).shape
+
+
+def test_outputs_are_compared_on_rows_of_the_batch(monkeypatch) -> None:
+    seen = []
+    real = dynamic_module.OutputError
+
+    def noted(model, batches, rows):
+        seen.extend(tuple(batches[0][0].shape))
+        return real(model, batches, rows)
+
+    monkeypatch.setattr(dynamic_module, "OutputError", noted)
+    quantize_dynamic(TimeFirst().eval(), [torch.randn(12, 16, 6)], dynamic={"x": {1: "batch"}})
+    assert seen == [12, 8, 6]

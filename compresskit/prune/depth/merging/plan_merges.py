@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from compresskit.base.budget import Budget, check_budget, takes_budget
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.inputs import AnyInputs, as_inputs, calibration_inputs
-from compresskit.base.task import Inputs, Task, first_rows
+from compresskit.base.task import Inputs, Task
 from compresskit.graph.surgery import frozen_copy
-from compresskit.measure import count_macs, count_parameters
+from compresskit.measure import count_macs, count_parameters, few_rows
 from compresskit.prune.channels.candidates import ExportedCandidates
 from compresskit.prune.channels.plan_channels import check_prunable
 from compresskit.prune.depth import importance as block_importance
@@ -130,7 +130,8 @@ def rank_runs(model: nn.Module, task: Task, *, samples: int = 256, least: float 
 
     Raises ModelError where the model cannot be captured.
     """
-    inputs, one = task.example(), first_rows(task.example(), 1)
+    inputs = task.example()
+    one = few_rows(model, inputs, 1)
     found = find_runs(model, inputs)
     if not found.runs:
         return ()

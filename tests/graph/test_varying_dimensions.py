@@ -1,0 +1,160 @@
+"""Code that decides by the sizes of its inputs: a graph follows one branch, and a warning says for which sizes it is right."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import compresskit as ck
+from compresskit.graph.capture import capture
+
+TOKENS, IMAGE = (torch.randn(4, 8, 4),), (torch.randn(2, 3, 16, 16),)
+
+
+class Net(nn.Module):
+    """A linear layer, and code of a test."""
+
+    def __init__(self, code) -> None:
+        super().__init__()
+        self.layer, self.code = nn.Linear(4, 4), code
+
+    def forward(self, x):
+        return self.code(self.layer(x), x)
+
+
+class PadToEight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Conv2d(3, 8, 8, 8), nn.ConvTranspose2d(8, 3, 8, 8)
+
+    def forward(self, x):
+        height, width = x.shape[-2:]
+        if -height % 8 or -width % 8:
+            x = F.pad(x, (0, -width % 8, 0, -height % 8))
+        return self.up(self.down(x))[..., :height, :width]
+
+
+class GrowingTable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.longest = nn.Linear(4, 4), 0
+
+    def forward(self, x):
+        if x.shape[1] > self.longest:
+            self.longest = x.shape[1]
+            self.table = torch.arange(self.longest).float()[:, None].sin()
+        return self.layer(x) + self.table[: x.shape[1]]
+
+
+class Positions(nn.Module):
+    """Takes no more than 12 steps, as its graph does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.positions = nn.Linear(4, 4), nn.Parameter(torch.randn(12, 4))
+
+    def forward(self, x):
+        return self.layer(x) + self.positions[: x.shape[1]]
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, *, mask):
+        return self.layer(x) * mask[..., None]
+
+
+class Memory(nn.Module):
+    """Attends to a memory that is time first; the kernel of the LSTM ends the process where batches differ in size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.keys = nn.LSTM(4, 8, batch_first=True), nn.Linear(6, 8)
+
+    def forward(self, x, memory):
+        keys = self.keys(memory)
+        return (self.lstm(x)[0] @ keys.permute(1, 2, 0)).softmax(-1) @ keys.transpose(0, 1)
+
+
+class WritesItsInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count += 1
+        x += 1
+        return self.layer(x) if x.shape[0] < 99 else x
+
+
+def kind(module: nn.Module) -> nn.Module:
+    """The module as the only one of its class: there is one warning for a class."""
+    module.__class__ = type(type(module).__name__, (type(module),), {})
+    return module
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "dynamic", "where"),
+    [
+        (Net(lambda y, x: y if x.shape[1] > 10 else 2 * y), TOKENS, (0, 1), r"x\.size\(1\) <= 10; .* \[\(2, 11, 4\)\]"),
+        (Net(lambda y, x: y if x.shape[1] == 14 else 2 * y), TOKENS, (0, 1), r"x\.size\(1\) != 14"),
+        (Net(lambda y, x: y if x.shape[0] > 5 else 2 * y), TOKENS, (0,), r"x\.size\(0\) <= 5"),
+        (Net(lambda y, x: y if x.shape[0] == 1 else 2 * y), TOKENS, (0,), r"no size that varies is 1; .* \[\(1, 8, 4\)\]"),
+        (Net(lambda y, x: y - y.mean(1, keepdim=True) if x.shape[1] > 1 else y), TOKENS, (0, 1), r"\[\(2, 1, 4\)\]"),
+        (PadToEight(), IMAGE, (0, 2, 3), r"x\.size\(2\)\) % 8\) == 0 and .*x\.size\(3\)\) % 8\) == 0; .*\[\(2, 3, 15, 15\)\]"),
+        (GrowingTable(), TOKENS, (0, 1), r"x\.size\(1\) <= 8; for inputs of shape \[\(2, 9, 4\)\]"),
+    ],
+    ids=["longer", "one length", "rows", "one row", "one step", "padding", "table"],
+)  # fmt: skip
+def test_a_warning_says_for_which_sizes_a_graph_is_right(model, example, dynamic, where, tmp_path) -> None:
+    model = kind(model).eval()
+    with pytest.warns(UserWarning, match=rf"decides by the sizes of its inputs: .* right only where .*{where}"):
+        ck.export_onnx(model, tmp_path / "f.onnx", example, dynamic=dynamic)
+    capture(model, example, dynamic=dynamic)  # it is said once
+    with pytest.warns(UserWarning, match=where):
+        capture(kind(model), example, dynamic=dynamic)
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "dynamic"),
+    [
+        (Positions(), TOKENS, (0, 1)),
+        (TwoInputs(), {"mask": torch.ones(4, 8), "x": TOKENS[0]}, (0, 1)),
+        (nn.Sequential(nn.Conv2d(3, 4, 5), nn.ReLU(), nn.MaxPool2d(2)), IMAGE, (0, 2, 3)),
+        (Memory(), (*TOKENS, torch.randn(10, 4, 6)), {"x": {0: "batch"}, "memory": {0: "slots", 1: "batch"}}),
+        (Net(lambda y, x: y * 2 if x.shape[1] > 10 else y + y), TOKENS, (0, 1)),
+        (Net(lambda y, x: y if x.shape[1] > 10 else 2 * y), TOKENS, (0,)),
+        (Net(lambda y, x: (y if x.shape[0] > 5 else 2 * y) + torch.rand(())), TOKENS, (0,)),
+    ],
+    ids=["positions", "two inputs", "convolution", "memory", "equal branches", "fixed", "random"],
+)
+def test_conditions_on_which_nothing_depends_are_not_warned_of(model, example, dynamic) -> None:
+    model = kind(model).eval()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        capture(model, example, dynamic=dynamic)
+    assert not [str(w.message) for w in caught if "decides by the sizes" in str(w.message)]
+
+
+def test_a_model_whose_table_grows_is_left_as_it_was() -> None:
+    model = kind(GrowingTable()).eval()
+    wanted = model(*TOKENS)
+    with pytest.warns(UserWarning, match="the largest where a table grows"):
+        capture(model, TOKENS, dynamic=(0, 1))
+    assert model.longest == len(model.table) == 8
+    assert torch.equal(model(*TOKENS), wanted)
+
+
+def test_neither_inputs_nor_buffers_are_written() -> None:
+    model, x = kind(WritesItsInput()).eval(), torch.randn(4, 4)
+    before = x.clone()
+    capture(model, x)
+    assert torch.equal(x, before)
+    assert not model.count
