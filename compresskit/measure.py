@@ -182,10 +182,19 @@ class Evaluation:
         if not self.batches:
             raise DataError("Task(val=...): the loader gave no batch")
         metric = self.task.metric
-        value = float(metric.compute() if isinstance(metric, RunningMetric) else self.task.score(*_joined(self.outputs)))
+        value = metric_value(metric.compute() if isinstance(metric, RunningMetric) else self.task.score(*_joined(self.outputs)))
         if finite and not math.isfinite(value):
             raise DataError(f"the metric is {value} on the validation set; look at the predictions and at Task(metric=...)")
         return value
+
+
+def metric_value(found: Any) -> float:
+    """What a metric gave as a number; DataError where it is none."""
+    try:
+        return float(found)
+    except (TypeError, ValueError, RuntimeError) as error:
+        got = f"a dict of {list(found)}" if isinstance(found, Mapping) else type(found).__name__
+        raise DataError(f"Task(metric=...): wanted one number for all of the data, got {got}; return one") from error
 
 
 def _joined(outputs: list[tuple[Tensor, Any]]) -> tuple[Tensor, Any]:

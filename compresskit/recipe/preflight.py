@@ -16,7 +16,7 @@ from compresskit.base.task import IGNORED, RunningMetric, Task, call, shapes_of
 from compresskit.graph.capture import Dynamic, capture, check_runs
 from compresskit.graph.quantized import is_quantized
 from compresskit.graph.surgery import copy_model, no_attention_fastpath
-from compresskit.measure import few_rows, input_row_dims
+from compresskit.measure import few_rows, input_row_dims, metric_value
 from compresskit.metrics import OutputAgreement
 from compresskit.mixed.formats.parallel import is_sharded
 from compresskit.prune.criteria import UNLABELLED_EVIDENCE, needs_of
@@ -92,7 +92,7 @@ def _check_loader(model: nn.Module, task: Task, which: str, *, loss: bool = True
             elif isinstance(task.metric, OutputAgreement):
                 task.metric(predictions, target)
             elif not isinstance(task.metric, RunningMetric) and not _all_ignored(task, target):
-                task.score(predictions, target)
+                metric_value(task.score(predictions, target))
         except CompressError:
             raise
         except Exception as error:

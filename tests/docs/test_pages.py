@@ -100,7 +100,7 @@ OF_THE_READER = {
     "mixed": {"model", "optimizer", "loader", "loss_fn"},
     "nan": {"model", "images", "batches"},
     "quantization": {"model", "example", "batches"},
-    "runs": {"ck", "model", "recipe", "stages", "task"},
+    "runs": {"model", "recipe", "stages", "task"},
     "speed": {"model", "batches"},
 }
 #: Packages of which a page shows the use, and without which it is skipped. The extra `dev` has none of them, so they are slow.

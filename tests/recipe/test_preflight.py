@@ -80,3 +80,13 @@ def test_a_wrapper_for_several_devices_is_refused(tmp_path) -> None:
     with pytest.raises(ModelError, match=r"DataParallel runs a model on several devices, .*; pass model\.module"):
         ck.Recipe(ck.StaticQuant()).run(torch.nn.DataParallel(networks.Chain()), task, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_metric_of_several_numbers_is_refused_before_training(tmp_path) -> None:
+    steps = []
+    task = ck.Task(train=LABELLED, val=LABELLED, metric=lambda p, t: {"top1": 0.5, "top5": 0.9})
+    with pytest.raises(
+        DataError, match=r"Task\(metric=...\): wanted one number for all of the data, got a dict of \['top1', 'top5'\]"
+    ):
+        ck.Recipe(ck.Train(epochs=1, on_step=steps.append)).run(networks.Chain(), task, tmp_path / "run")
+    assert not steps

@@ -15,6 +15,7 @@ from compresskit.base.errors import DataError, ModelError, SettingError
 from compresskit.base.inputs import AnyInputs, as_inputs
 from compresskit.base.task import Inputs, Task
 from compresskit.graph.masks import masks_of
+from compresskit.graph.quantized import is_quantized
 from compresskit.graph.surgery import check_no_torch_masks
 from compresskit.measure import count_macs
 from compresskit.prune.channels.resources import PRUNABLE, Limits
@@ -142,6 +143,11 @@ def check_prunable(model: nn.Module, example: Inputs, where: str) -> None:
     if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
         raise ModelError(f"{where}: wanted a torch.nn.Module, not scripted, got {type(model).__name__}")
     kind = type(model).__name__
+    if is_quantized(model):
+        raise ModelError(
+            f"{where}: {model.float_class} is quantized already, for its present shapes; prune the float model that it was made"
+            " from, then quantize"
+        )
     if masks_of(model) is not None:
         raise ModelError(
             f"{where}: {kind} has masks, which are for its present shapes; prune channels first, then Sparsify"

@@ -208,3 +208,11 @@ def test_a_ratio_where_nothing_can_be_cut_is_refused() -> None:
 def test_ignore_is_not_one_name() -> None:
     with pytest.raises(SettingError, match=r"ignore=\.\.\.: wanted dotted names of modules, such as \('head',\), got 'head'"):
         planned(build(networks.Chain), ignore="head")
+
+
+@pytest.mark.parametrize("quantize", [ck.quant.quantize_static, ck.quant.quantize_dynamic, ck.quant.quantize_weights])
+def test_a_quantized_model_is_refused(quantize) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4)).eval(), torch.randn(16, 8)
+    quantized = quantize(model, [(x,)] if quantize is ck.quant.quantize_static else (x,))
+    with pytest.raises(ModelError, match="plan_channels: Sequential is quantized already, .*; prune the float model"):
+        ck.prune.plan_channels(quantized, (x,), ck.keep(macs=0.5))
