@@ -374,6 +374,10 @@ def test_the_budget_of_compress_is_in_the_words_of_the_command_line(budgets, cap
     assert len(found) == 4
 
 
+def interrupted(_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_a_search_that_is_stopped_says_how_it_goes_on(budgets, capsys, monkeypatch) -> None:
     monkeypatch.setattr("compresskit.cli.compress", lambda *_, **__: signal.raise_signal(signal.SIGINT))
     before = signal.getsignal(signal.SIGINT)
@@ -381,7 +385,7 @@ def test_a_search_that_is_stopped_says_how_it_goes_on(budgets, capsys, monkeypat
     said = "compresskit: stopped by SIGINT; runs/s has what was done. Run the same command again to go on\n"
     assert capsys.readouterr().err == said
     assert signal.getsignal(signal.SIGINT) is before
-    monkeypatch.setattr("compresskit.cli.inspect_onnx", lambda _: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr("compresskit.cli.inspect_onnx", interrupted)
     assert main(["inspect", "f.onnx"]) == 130
     assert capsys.readouterr().err == "compresskit: stopped by SIGINT\n"
 

@@ -58,7 +58,8 @@ def constant_dimensions(error: BaseException, trace_again: Callable[[], object])
     return (
         f"dimension {dim} of input {name!r} should vary, but the code takes it for the constant {size}{line}, as a loop over it"
         " does, and len(); use nn.LSTM or nn.GRU, or an operator over the whole input, write x.shape[0] for len(x), or leave the"
-        " dimension out of dynamic="
+        ' dimension out of dynamic=, by name where another input has the same, {"x": {0: "batch"}}; or capture a part of it'
+        " with inside='backbone', the dotted name of a submodule"
     )
 
 
@@ -79,7 +80,7 @@ def _place_of(size: str, trace_again: Callable[[], object]) -> str:
     text = "\n".join(messages.texts)
     symbol = re.search(rf"create_symbol (\w+) = \d+ for {re.escape(size)}", text)
     place = symbol and re.search(rf"eval Eq\({symbol[1]}, \d+\) \[guard added\] \(([^()]*:\d+ in \w+)\)", text)
-    return f" ({place[1]})" if place else ""
+    return f" ({place[1]})" if place and "_subclasses/" not in place[1] else ""  # not of torch itself
 
 
 #: Relative to the largest output: what two orders of the same sums differ by.

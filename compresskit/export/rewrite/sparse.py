@@ -11,7 +11,7 @@ import numpy as np
 
 from compresskit.base.errors import ExportError
 from compresskit.base.files import atomic
-from compresskit.export.files import external_files
+from compresskit.export.files import data_path
 from compresskit.measure import session
 
 OVERHEAD = 100  # bytes of a second name, type and shape in the file
@@ -23,7 +23,7 @@ def compressed_bytes(path: str | Path) -> dict[str, int | None]:
     Returns:
         Bytes: "zip" with deflate at level 9, "zstd" at level 19 (None where no zstd module is installed).
     """
-    data = b"".join(p.read_bytes() for p in (Path(path), *external_files(path)))
+    data = b"".join(p.read_bytes() for p in (Path(path), data_path(path)) if p.exists())
     zstd = _zstd()
     return {"zip": len(zlib.compress(data, 9)), "zstd": None if zstd is None else len(zstd.compress(data, 19))}
 
