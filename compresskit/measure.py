@@ -29,6 +29,7 @@ from compresskit.base.task import (
     batch_size,
     call,
     call_checked,
+    check_is_task,
     first_rows,
     row_dims,
     rows_that_run,
@@ -145,6 +146,7 @@ def evaluate(model: Callable[..., Any], task: Task, *, label: str = "evaluate", 
     Raises:
         DataError: the model does not run on the data, or the metric is not finite.
     """
+    check_is_task(task, label)
     evaluation = Evaluation(task)
     each_output(model, task, evaluation.add, label=label)
     return evaluation.value(finite=finite)

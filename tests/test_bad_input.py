@@ -65,6 +65,31 @@ BAD = {
     ),
     "no epochs": (lambda: ck.Train(epochs=0), SettingError, "a whole number >= 1, got 0"),
     "epochs of text": (lambda: ck.Train(epochs="3"), SettingError, "a whole number >= 1, got '3'"),
+    "a loader for a task": (
+        lambda: ck.evaluate(nn.Linear(2, 2), [(torch.ones(1, 2), torch.zeros(1))]),
+        SettingError,
+        r"evaluate: wanted a Task, got list; loaders go into Task\(train=..., val=...\)",
+    ),
+    "a loader for the task of a training": (
+        lambda: ck.Train(epochs=1)(nn.Linear(2, 2), []),
+        SettingError,
+        "train: wanted a Task, got list",
+    ),
+    "a model and a task swapped": (
+        lambda: ck.Recipe(ck.Train(epochs=1)).run(ck.Task(), nn.Linear(2, 2), "runs/none"),
+        ModelError,
+        "Recipe.run: wanted a torch.nn.Module as the model, got Task",
+    ),
+    "a plan and a model swapped": (
+        lambda: ck.prune.apply_(ck.Task(), nn.Linear(2, 2)),
+        ModelError,
+        r"apply_\(model, plan\): wanted a torch.nn.Module as the model, got Task",
+    ),
+    "diagnosis of a float model": (
+        lambda: ck.quant.diagnose(nn.Linear(2, 2), torch.ones(1, 2)),
+        ModelError,
+        "diagnose: wanted a quantized model, got Linear",
+    ),
     "QAT of no length": (lambda: ck.QAT(), SettingError, r"QAT\(\): wanted epochs= or steps=, one of the two, got neither"),
     "clip of nan": (
         lambda: ck.Train(epochs=1, clip=float("nan")),

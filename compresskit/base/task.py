@@ -276,11 +276,11 @@ def misfit(forward: Callable[..., Any], inputs: Inputs) -> str:
     surplus = [name for name in inputs if name not in taken] if isinstance(inputs, dict) else list(inputs[len(taken) :])
     if not surplus or any(p.kind is rest for p in parameters):
         return ""
-    which = f" ({', '.join(map(repr, surplus))} too many)" if isinstance(inputs, dict) else ""
-    return (
-        f"wanted {len(taken)} input{'s' * (len(taken) != 1)} ({', '.join(taken)}), got {len(inputs)}{which}; batches must be"
-        " inputs alone, without labels, such as [(x,) for x, y in loader]"
-    )
+    wanted = f"wanted {len(taken)} input{'s' * (len(taken) != 1)} ({', '.join(taken)}), got {len(inputs)}"
+    if isinstance(inputs, dict):
+        names = ", ".join(map(repr, surplus))
+        return f"{wanted} ({names} too many); batches must be inputs alone, beside the target of a Task: leave the others out"
+    return f"{wanted}; batches must be inputs alone, without labels, such as [(x,) for x, y in loader]"
 
 
 def packed_inputs(forward: Callable[..., Any], inputs: Inputs) -> str:
@@ -486,3 +486,9 @@ class Task:
         for batch in self.batches(which):
             return self.inputs(batch)
         raise DataError(f"Task({which}=...): the loader is empty")
+
+
+def check_is_task(task: Any, where: str) -> None:
+    """Raise SettingError, which begins with `where`, for a loader or a model in the place of a task."""
+    if not isinstance(task, Task):
+        raise SettingError(f"{where}: wanted a Task, got {type(task).__name__}; loaders go into Task(train=..., val=...)")

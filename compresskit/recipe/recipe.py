@@ -26,12 +26,12 @@ from compresskit.base.fingerprint import describe
 from compresskit.base.progress import Every, stoppable
 from compresskit.base.randomness import seed_generators_
 from compresskit.base.stage import PROPERTIES, Stage
-from compresskit.base.task import Task
+from compresskit.base.task import Task, check_is_task
 from compresskit.export.onnx import Opset, check_opset
 from compresskit.graph.capture import Dynamic
 from compresskit.graph.masks import masks_of
 from compresskit.graph.quantized import is_quantized
-from compresskit.graph.surgery import copy_model
+from compresskit.graph.surgery import check_is_module, copy_model
 from compresskit.measure import task_row_dims
 from compresskit.recipe.baselines import baselines, last_dense_float, with_new_weights
 from compresskit.recipe.dependencies import (
@@ -295,6 +295,8 @@ class Recipe:
             Other errors that the stages raise.
         """
         out = Path(out)
+        check_is_module(model, "Recipe.run")
+        check_is_task(task, "Recipe.run")
         self._check_model(model)
         own = own_tasks(self.stages, task, tasks)
         preflight_check(model, task, self.stages, own, dynamic=self.dynamic)

@@ -38,7 +38,10 @@ def save(model: nn.Module, folder: str | Path) -> None:
         model = converted[""] if "" in converted else _with_parts(model, converted)
     if (masks := masks_of(model)) is not None:
         masks.check(model)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: no folder can be made there ({error.strerror}); choose another one") from error
     record: dict[str, Any] = {"format": FORMAT}
     if not quantized:
         record["structure"] = structure(model)

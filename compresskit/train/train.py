@@ -29,9 +29,10 @@ from compresskit.base.packing import Resumable
 from compresskit.base.progress import Training
 from compresskit.base.settings import NO_EFFECT, check_field_types
 from compresskit.base.stage import Stage
-from compresskit.base.task import Task
+from compresskit.base.task import Task, check_is_task
 from compresskit.graph.masks import enforce_masks_
 from compresskit.graph.quantized import quantized_parts
+from compresskit.graph.surgery import check_is_module
 from compresskit.mixed.channels_last import channels_last_weights
 from compresskit.mixed.compiled_model import compiled_model
 from compresskit.mixed.formats.levels import require_policy
@@ -169,6 +170,8 @@ class Train(Stage):
         return False
 
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
+        check_is_module(model, "Train")
+        check_is_task(task, "Train")
         return fit_(model.to(task.device), task, self)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from compresskit.base.errors import CheckpointError, ModelError
 from compresskit.graph.masks import masks_of
-from compresskit.graph.surgery import get_tensor, owner, parameter_owners, select_
+from compresskit.graph.surgery import check_is_module, get_tensor, owner, parameter_owners, select_
 
 #: Attributes of torch's own layers that repeat a size of their parameters, as (attribute, tensor, dimension).
 _MIRRORS: dict[type[nn.Module], tuple[tuple[str, str, int], ...]] = {
@@ -143,6 +143,7 @@ def apply_(model: nn.Module, plan: Plan) -> nn.Module:
     Raises:
         ModelError: its tensors or attributes are not those that the plan was made for; nothing was changed.
     """
+    check_is_module(model, "apply_(model, plan)")
     _check_model(model, plan)
     _keep_weight_norms_(model, plan)
     with torch.no_grad():

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from compresskit.base.errors import ModelError
 from compresskit.base.inputs import Batches, first_and_all
 from compresskit.base.task import Inputs, batch_size
 from compresskit.graph.capture import module_path, parameter_name
@@ -132,6 +133,8 @@ def diagnose(quantized: Quantized, batches: Batches, *, model: nn.Module | None 
 
     Raises DataError where there is no batch; ModelError where `model` is another model.
     """
+    if not isinstance(quantized, Quantized):
+        raise ModelError(f"diagnose: wanted a quantized model, got {type(quantized).__name__}, as of quantize_static")
     quantized = quantized.converted()
     first, data = first_and_all(batches, "diagnose")
     float_weights = None
