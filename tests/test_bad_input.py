@@ -73,7 +73,7 @@ BAD = {
     "a loader for the task of a training": (
         lambda: ck.Train(epochs=1)(nn.Linear(2, 2), []),
         SettingError,
-        "train: wanted a Task, got list",
+        "Train: wanted a Task, got list",
     ),
     "a model and a task swapped": (
         lambda: ck.Recipe(ck.Train(epochs=1)).run(ck.Task(), nn.Linear(2, 2), "runs/none"),
