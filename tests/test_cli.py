@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import networks
 import numpy as np
@@ -378,6 +379,15 @@ def interrupted(_: object) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.fixture
+def _as_in_a_terminal() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt; workers of pytest ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_as_in_a_terminal")
 def test_a_search_that_is_stopped_says_how_it_goes_on(budgets, capsys, monkeypatch) -> None:
     monkeypatch.setattr("compresskit.cli.compress", lambda *_, **__: signal.raise_signal(signal.SIGINT))
     before = signal.getsignal(signal.SIGINT)

@@ -85,8 +85,10 @@ def _place_of(size: str, trace_again: Callable[[], object]) -> str:
 
 #: Relative to the largest output: what two orders of the same sums differ by.
 SAME = 1e-3
-#: Sizes that are tried for one condition, and how many times the example's the largest of them may be.
-TRIALS, LARGEST = 6, 4
+#: Sizes that are tried for one condition and for all, and how many times the example's the largest of them may be.
+TRIALS, ALL_TRIALS, LARGEST = 6, 24, 4
+#: Conditions that are looked at, of which windows of attention make a thousand, and that are told.
+EXAMINED, TOLD = 200, 4
 _SIZE = re.compile(r"L(?:\['\w+'\]|\[\d+\])+\.size\(\)\[\d+\]")
 _OPERATIONS: dict[type, Callable[..., Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
@@ -118,8 +120,8 @@ def warn_of_conditions(
         return
     sizes = _OtherSizes(program, model, example, varying, names)
     found: dict[str, str] = {}
-    for condition in conditions:
-        if shapes := sizes.broken_by(condition, [*found]):
+    for condition in conditions[:EXAMINED]:
+        if len(found) < TOLD and (shapes := sizes.broken_by(condition, [*found])):
             found[condition] = shapes
     shapes = next(iter(found.values()), "") or sizes.differ_at_one()
     warned = _told.setdefault(type(model), set())
@@ -148,22 +150,25 @@ class _OtherSizes:
         self.program, self.model, self.varying, self.names = program, model, varying, names
         self.leaves, self.form = pytree.tree_flatten(example)
         self.example = example
+        self.tried: dict[tuple[frozenset[tuple[int, int]], int], bool] = {}  # whether the model gives something else
 
     def broken_by(self, condition: str, known: Sequence[str]) -> str:
         """Shapes of inputs that break a condition and for which the model gives something else; "" where none were found.
 
         known: conditions that are broken by other inputs, and hold for these.
         """
-        runs = 0
-        for inputs in self._candidates(condition):
-            if runs == TRIALS:
-                break
+        new = 0
+        for group, size in self._candidates(condition):
             with suppress(Exception):  # inputs, or attributes of them, that the condition does not read like that
-                holds = functools.partial(_holds, arguments=self._arguments(inputs))
-                if not holds(condition) and all(map(holds, known)):
-                    runs += 1
-                    if self._differs(inputs):
-                        return str(shapes_of(inputs))
+                holds = functools.partial(_holds, arguments=self._arguments(self._resized(group, size, device="meta")))
+                if holds(condition) or not all(map(holds, known)):
+                    continue
+                if (key := (group, size)) not in self.tried:
+                    if new == TRIALS or len(self.tried) == ALL_TRIALS:
+                        continue
+                    new, self.tried[key] = new + 1, self._differs(self._resized(group, size))
+                if self.tried[key]:
+                    return str(shapes_of(self._resized(group, size, device="meta")))
         return ""
 
     def differ_at_one(self) -> str:
@@ -174,12 +179,13 @@ class _OtherSizes:
                 return str(shapes_of(inputs))
         return ""
 
-    def _together(self) -> dict[int, set[tuple[int, int]]]:
+    def _together(self) -> dict[int, frozenset[tuple[int, int]]]:
         """The dimensions that vary, (leaf, dimension), by their size in the example."""
-        found: dict[int, set[tuple[int, int]]] = {}
+        found: dict[int, frozenset[tuple[int, int]]] = {}
         for i, dims in self._dims():
             for d in dims:
-                found.setdefault(self.leaves[i].shape[d], set()).add((i, d))
+                size = self.leaves[i].shape[d]
+                found[size] = found.get(size, frozenset()) | {(i, d)}
         return found
 
     def _dims(self) -> Iterator[tuple[int, Sequence[int]]]:
@@ -187,21 +193,21 @@ class _OtherSizes:
             if isinstance(leaf, Tensor):
                 yield i, self.varying.get(name, ())
 
-    def _candidates(self, condition: str) -> Iterator[Inputs]:
-        """Inputs of other sizes, near ones first: all dimensions of a size together, then each alone."""
+    def _candidates(self, condition: str) -> Iterator[tuple[frozenset[tuple[int, int]], int]]:
+        """Dimensions and another size of them, near ones first: all dimensions of a size together, then each alone."""
         together = self._together()
-        alone = [(size, {place}) for size, group in together.items() if len(group) > 1 for place in sorted(group)]
+        alone = [(size, frozenset({place})) for size, group in together.items() if len(group) > 1 for place in sorted(group)]
         named = [int(number) for number in re.findall(r"(?<![\w\[])\d+(?!\w|\])", condition)]
         tries = []
         for order, (size, group) in enumerate([*together.items(), *alone]):
             near = {size - 1, size + 1, size + 2, size + 3, 1, 2, 2 * size, *(n + k for n in named for k in (-1, 0, 1))}
             tries += [(abs(n - size), order, n, group) for n in near if 0 < n <= LARGEST * max(size, 16) and n != size]
         for _, _, n, group in sorted(tries, key=lambda entry: entry[:3]):
-            yield self._resized(group, n)
+            yield group, n
 
-    def _resized(self, group: set[tuple[int, int]], size: int) -> Inputs:
-        """The example with other sizes: its values again, or fewer of them."""
-        leaves = list(self.leaves)
+    def _resized(self, group: frozenset[tuple[int, int]], size: int, *, device: str | None = None) -> Inputs:
+        """The example with other sizes: its values again, or fewer of them. device: "meta" for the sizes alone."""
+        leaves = [leaf.to(device) if isinstance(leaf, Tensor) and device else leaf for leaf in self.leaves]
         for i, d in group:
             leaves[i] = leaves[i].index_select(d, torch.arange(size, device=leaves[i].device) % leaves[i].shape[d])
         return pytree.tree_unflatten(leaves, self.form)  # type: ignore[no-any-return]
@@ -263,7 +269,12 @@ def _holds(condition: str, arguments: Mapping[str, Any]) -> bool:
                 return all(_OPERATIONS[type(op)](*pair) for op, pair in zip(node.ops, pairwise(sides), strict=True))
         raise ValueError(ast.dump(node))
 
-    return bool(value(ast.parse(condition, mode="eval").body))
+    return bool(value(_syntax_of(condition)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _syntax_of(condition: str) -> ast.expr:
+    return ast.parse(condition, mode="eval").body
 
 
 def _run_program(program: torch.export.ExportedProgram, inputs: Inputs) -> list[Tensor] | None:
