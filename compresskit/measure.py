@@ -97,8 +97,7 @@ def count_macs(model: nn.Module, inputs: AnyInputs, *, dims: RowDims | None = No
     formulas = {aten._trilinear: _bilinear_flops, aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
     counter = FlopCounterMode(display=False, custom_mapping=formulas)
     counter.mod_tracker = _WholeModel()  # type: ignore[assignment]
-    fused = torch.backends.mha.get_fastpath_enabled(), torch._C._get_mkldnn_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
+    fused = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags would set, and warn of, more than this
     try:
         with (
@@ -109,8 +108,7 @@ def count_macs(model: nn.Module, inputs: AnyInputs, *, dims: RowDims | None = No
         ):
             call(model, inputs)
     finally:
-        torch.backends.mha.set_fastpath_enabled(fused[0])
-        torch._C._set_mkldnn_enabled(fused[1])
+        torch._C._set_mkldnn_enabled(fused)
     return counter.get_total_flops() // 2 // batch_size(inputs, dims)
 
 

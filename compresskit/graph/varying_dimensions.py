@@ -115,10 +115,11 @@ def warn_of_conditions(
         varying: name of an input -> its dimensions that may vary.
         names: of the inputs, one for each leaf.
     """
-    conditions = [code for code in vars(program).get("_guards_code") or () if _SIZE.search(code)]
-    if not any(varying.values()):
+    dims = [(leaf, dim) for leaf, name in enumerate(names) for dim in varying.get(name, ())]
+    if not dims:
         return
-    sizes = _OtherSizes(program, model, example, varying, names)
+    conditions = [code for code in vars(program).get("_guards_code") or () if _SIZE.search(code)]
+    sizes = _OtherSizes(program, model, example, dims)
     found: dict[str, str] = {}
     for condition in conditions[:EXAMINED]:
         if len(found) < TOLD and (shapes := sizes.broken_by(condition, [*found])):
@@ -140,16 +141,15 @@ class _OtherSizes:
     """Runs a model and its graph on inputs of other sizes than the example's; see `warn_of_conditions`."""
 
     def __init__(
-        self,
-        program: torch.export.ExportedProgram,
-        model: nn.Module,
-        example: Inputs,
-        varying: Mapping[str, Sequence[int]],
-        names: Sequence[str],
+        self, program: torch.export.ExportedProgram, model: nn.Module, example: Inputs, dims: list[tuple[int, int]]
     ) -> None:
-        self.program, self.model, self.varying, self.names = program, model, varying, names
+        """dims: those that vary, (leaf of the example, dimension)."""
+        self.program, self.model, self.example = program, model, example
         self.leaves, self.form = pytree.tree_flatten(example)
-        self.example = example
+        self.together: dict[int, frozenset[tuple[int, int]]] = {}  # dimensions by their size in the example
+        for leaf, dim in dims:
+            size = self.leaves[leaf].shape[dim]
+            self.together[size] = self.together.get(size, frozenset()) | {(leaf, dim)}
         self.tried: dict[tuple[frozenset[tuple[int, int]], int], bool] = {}  # whether the model gives something else
 
     def broken_by(self, condition: str, known: Sequence[str]) -> str:
@@ -173,33 +173,18 @@ class _OtherSizes:
 
     def differ_at_one(self) -> str:
         """Shapes with dimensions of 1 for which the model gives something else, which no condition says; "" where none do."""
-        for group in self._together().values():
+        for group in self.together.values():
             inputs = self._resized(group, 1)
             if self._differs(inputs):
                 return str(shapes_of(inputs))
         return ""
 
-    def _together(self) -> dict[int, frozenset[tuple[int, int]]]:
-        """The dimensions that vary, (leaf, dimension), by their size in the example."""
-        found: dict[int, frozenset[tuple[int, int]]] = {}
-        for i, dims in self._dims():
-            for d in dims:
-                size = self.leaves[i].shape[d]
-                found[size] = found.get(size, frozenset()) | {(i, d)}
-        return found
-
-    def _dims(self) -> Iterator[tuple[int, Sequence[int]]]:
-        for i, (name, leaf) in enumerate(zip(self.names, self.leaves, strict=True)):
-            if isinstance(leaf, Tensor):
-                yield i, self.varying.get(name, ())
-
     def _candidates(self, condition: str) -> Iterator[tuple[frozenset[tuple[int, int]], int]]:
         """Dimensions and another size of them, near ones first: all dimensions of a size together, then each alone."""
-        together = self._together()
-        alone = [(size, frozenset({place})) for size, group in together.items() if len(group) > 1 for place in sorted(group)]
+        alone = [(size, frozenset({place})) for size, group in self.together.items() if len(group) > 1 for place in sorted(group)]
         named = [int(number) for number in re.findall(r"(?<![\w\[])\d+(?!\w|\])", condition)]
         tries = []
-        for order, (size, group) in enumerate([*together.items(), *alone]):
+        for order, (size, group) in enumerate([*self.together.items(), *alone]):
             near = {size - 1, size + 1, size + 2, size + 3, 1, 2, 2 * size, *(n + k for n in named for k in (-1, 0, 1))}
             tries += [(abs(n - size), order, n, group) for n in near if 0 < n <= LARGEST * max(size, 16) and n != size]
         for _, _, n, group in sorted(tries, key=lambda entry: entry[:3]):
@@ -280,7 +265,7 @@ def _syntax_of(condition: str) -> ast.expr:
 def _run_program(program: torch.export.ExportedProgram, inputs: Inputs) -> list[Tensor] | None:
     """The tensors that a program gives; None where dimensions that are one in it are not: native kernels would end the process.
 
-    Its `module()` is ten times as dear, and checks the conditions.
+    To make its `module()` takes longer than these runs, and it checks the conditions.
     """
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
     names = program.call_spec.in_spec.children()[1].context  # of keyword arguments, in the order of the parameters

@@ -103,7 +103,8 @@ def timed(monkeypatch) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("case", UNEQUAL_ROWS)
-def test_recipes_of_inputs_whose_first_dimensions_are_not_all_the_batch(case, tmp_path, timed) -> None:
+def test_recipes_of_inputs_whose_first_dimensions_are_not_all_the_batch(case, tmp_path, timed, caplog) -> None:
+    caplog.set_level("INFO", logger="compresskit")
     kind, inputs, labels, classes, dynamic, rows = UNEQUAL_ROWS[case]
     data = [(*inputs(), torch.randint(0, classes, labels)) for _ in range(2)]
     task = ck.Task(train=data, val=data, loss=tokens_loss, metric=lambda output, y: (output.argmax(-1) == y).float().mean())
@@ -111,6 +112,8 @@ def test_recipes_of_inputs_whose_first_dimensions_are_not_all_the_batch(case, tm
     result = ck.Recipe(*stages, dynamic=dynamic).run(kind(), task, out=tmp_path)
     assert [row.verified for row in result.rows] == [True, True]
     assert [len(value) for value in timed] == [rows]
+    said = f"latencies are of the first validation batch, of {rows} rows: the files take no single one"
+    assert (said in caplog.text) == (rows > 1)
 
 
 @pytest.mark.parametrize("dims", [{0: "length", 1: "batch"}, {1: "batch"}], ids=["length", "fixed_length"])

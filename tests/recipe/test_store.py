@@ -124,3 +124,9 @@ def test_masks_of_other_shapes_are_refused_before_a_file_is_written(tmp_path) ->
     with pytest.raises(ModelError, match=r"weight: the mask is for shape \(4, 8\), this Linear has \(4, 6\)"):
         ck.save(model, tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
+
+
+def test_a_file_where_the_folder_should_be_is_refused(tmp_path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"file: no folder can be made there \(File exists\); choose another one"):
+        ck.save(networks.Chain(), tmp_path / "file")
