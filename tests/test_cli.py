@@ -280,6 +280,9 @@ def test_verify_says_that_outputs_are_not_finite(capsys, tmp_path) -> None:
     assert last == "  not finite: all values are NaN or infinite, at the same places in both"
     assert main(["verify", path, "--inputs", str(tmp_path / "x.npz"), "--json"]) == 3
     assert json.loads(capsys.readouterr().out)["passed"] is None
+    found = ck.export.verify_levels(path, (torch.full((2, 8), -1.0),))
+    assert (found.passed, found.drawn) == (None, False)
+    assert str(found).startswith("no verdict: no output is finite")
 
 
 def test_verify_compares_truth_values(capsys, tmp_path) -> None:

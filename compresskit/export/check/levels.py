@@ -10,7 +10,7 @@ import numpy as np
 
 from compresskit.base.task import Inputs
 from compresskit.export.check.benchmark import open_session, random_inputs, shared_inputs
-from compresskit.export.check.verify import FLOAT_STEPS, QUANTIZED_WITHIN, Agreement, compare
+from compresskit.export.check.verify import FLOAT_STEPS, QUANTIZED_WITHIN, Agreement, compare, not_finite_remark
 from compresskit.export.files import read_proto
 from compresskit.measure import numpy_inputs, run_session
 
@@ -26,6 +26,7 @@ class LevelVerification:
         reference: what the levels are compared with, in words.
         quantized: whether the file has quantized weights or activations.
         levels: name of each level -> its agreement.
+        drawn: whether the inputs were random.
         undecided: whether a difference says nothing: the inputs were random, outside the ranges that a quantized file was
             calibrated for, and the reference is another file.
     """
@@ -33,19 +34,27 @@ class LevelVerification:
     reference: str
     quantized: bool
     levels: dict[str, Agreement]
+    drawn: bool = False
     undecided: bool = False
 
     @property
     def passed(self) -> bool | None:
         """Whether, at every level, 97 % of the values lie within two steps; for a float file, all within a tenth of a step.
 
-        None where they do not and the inputs do not allow a verdict, see `undecided`.
+        None where they do not and the inputs do not allow a verdict, see `undecided`, and where no output is finite.
         """
+        if self._nothing_compared:
+            return None
         if not self.quantized:
             return all(level.largest <= FLOAT_STEPS for level in self.levels.values())
         if all(level.within_two >= QUANTIZED_WITHIN for level in self.levels.values()):
             return True
         return None if self.undecided else False
+
+    @property
+    def _nothing_compared(self) -> bool:
+        """Whether no output value is finite, at any level, in neither of the two."""
+        return all(level.not_finite == 1 for level in self.levels.values())
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready record."""
@@ -56,13 +65,16 @@ class LevelVerification:
             "reference": self.reference,
             "quantized": self.quantized,
             "passed": self.passed,
+            "drawn": self.drawn,
             "undecided": self.undecided,
             "levels": levels,
         }
 
     def __str__(self) -> str:
         lines = [f"{'agrees' if self.passed else 'DISAGREES'} with {self.reference}"]
-        if self.passed is None:
+        if self._nothing_compared:
+            lines = ["no verdict: no output is finite, so nothing was compared"]
+        elif self.passed is None:
             lines = [
                 f"no verdict: on random inputs, which may lie outside the ranges it was calibrated for, it differs from"
                 f" {self.reference}; give real inputs"
@@ -72,6 +84,8 @@ class LevelVerification:
             top = "-" if level.agreement is None else f"{level.agreement:.2%}"
             cells = f"{top:>10}  {level.within_one:>8.2%}  {level.within_two:>8.2%}  {level.largest:>8.3g} steps"
             lines.append(f"  {name:<12}  {cells}")
+        if remark := not_finite_remark(self.levels.values()):
+            lines.append(f"  {remark}" + ("; random inputs may be why: give real ones" if self.drawn else ""))
         return "\n".join(lines)
 
 
@@ -99,6 +113,7 @@ def verify_levels(
     return LevelVerification(
         reference="the file as it is written" if reference is None else str(reference),
         quantized=not operators.isdisjoint(QUANTIZED_OPERATORS),
+        drawn=drawn,
         undecided=drawn and reference is not None and "QuantizeLinear" in operators,
         levels={name: compare(wanted, _run_file(path, inputs, optimize=level)) for name, level in names.items()},
     )
