@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import DataError, ExportError, SettingError
-from compresskit.base.inputs import AnyInputs, as_inputs
+from compresskit.base.inputs import AnyInputs, as_inputs, call_checked
 from compresskit.base.progress import progress_bar
 from compresskit.base.task import (
     Inputs,
@@ -28,7 +28,6 @@ from compresskit.base.task import (
     Task,
     batch_size,
     call,
-    call_checked,
     check_is_task,
     first_rows,
     row_dims,

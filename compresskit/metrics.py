@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from compresskit.base.errors import DataError, SettingError
-from compresskit.base.inputs import Batches, each_inputs
+from compresskit.base.inputs import Batches, call_checked, each_inputs
 from compresskit.base.settings import NO_EFFECT, check_field_types
-from compresskit.base.task import call_checked, first_tensor
+from compresskit.base.task import first_tensor
 from compresskit.graph.surgery import mode
 
 Outputs = Literal["classes", "boxes", "psnr", "sqnr"]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.base import distributed
-from compresskit.base.errors import CompressError, DataError, SettingError, first_line
+from compresskit.base.errors import DataError, SettingError
 from compresskit.base.progress import Progress
 
 Inputs = tuple[Any, ...] | dict[str, Any]
@@ -249,63 +249,6 @@ def rows_that_run(run: Callable[[Inputs], object], rows: Inputs, inputs: Inputs)
 def shapes_of(inputs: Any) -> list[tuple[int, ...]]:
     """Return the shapes of the tensors among nested inputs, for messages."""
     return [tuple(v.shape) for v in pytree.tree_leaves(inputs) if isinstance(v, Tensor)]
-
-
-def call_checked(model: Callable[..., Any], inputs: Inputs, where: str) -> Any:
-    """Call a model; raise `DataError`, which begins with `where`, if it does not run on these inputs."""
-    try:
-        return call(model, inputs)
-    except (RuntimeError, IndexError, ValueError, TypeError) as error:
-        if isinstance(error, CompressError):
-            raise
-        forward = model.forward if isinstance(model, nn.Module) else model
-        first = misfit(forward, inputs) or first_line(error)
-        raise DataError(f"{where}: the model does not run on inputs of shape {shapes_of(inputs)}: {first}") from error
-
-
-def misfit(forward: Callable[..., Any], inputs: Inputs) -> str:
-    """Say why inputs are not those that a function takes; "" where that is not seen.
-
-    There are more, the labels of a loader most often, or they are inside of one another.
-    """
-    parameters = _parameters_of(forward)
-    rest = inspect.Parameter.VAR_KEYWORD if isinstance(inputs, dict) else inspect.Parameter.VAR_POSITIONAL
-    if (packed := packed_inputs(forward, inputs)) or not parameters:
-        return packed
-    taken = [p.name for p in _taken(parameters, by_name=isinstance(inputs, dict))]
-    surplus = [name for name in inputs if name not in taken] if isinstance(inputs, dict) else list(inputs[len(taken) :])
-    if not surplus or any(p.kind is rest for p in parameters):
-        return ""
-    wanted = f"wanted {len(taken)} input{'s' * (len(taken) != 1)} ({', '.join(taken)}), got {len(inputs)}"
-    if isinstance(inputs, dict):
-        names = ", ".join(map(repr, surplus))
-        return f"{wanted} ({names} too many); batches must be inputs alone, beside the target of a Task: leave the others out"
-    return f"{wanted}; batches must be inputs alone, without labels, such as [(x,) for x, y in loader]"
-
-
-def packed_inputs(forward: Callable[..., Any], inputs: Inputs) -> str:
-    """Say that a function takes several inputs, and got one tuple of them; "" where that is not so."""
-    needed = [p.name for p in _taken(_parameters_of(forward), by_name=False) if p.default is p.empty]
-    if isinstance(inputs, dict) or not len(inputs) == 1 < len(needed) or not isinstance(inputs[0], tuple | list):
-        return ""
-    return (
-        f"wanted {len(needed)} inputs ({', '.join(needed)}), got one, a {type(inputs[0]).__name__} of {len(inputs[0])}; give"
-        f" them side by side, in batches with a target ({', '.join(needed)}, target)"
-    )
-
-
-def _parameters_of(forward: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The parameters of a function; none of a builtin, which has no signature."""
-    try:
-        return list(inspect.signature(forward).parameters.values())
-    except (TypeError, ValueError):
-        return []
-
-
-def _taken(parameters: list[inspect.Parameter], *, by_name: bool) -> list[inspect.Parameter]:
-    """Those that an input can be given to."""
-    alone = inspect.Parameter.POSITIONAL_ONLY if by_name else inspect.Parameter.KEYWORD_ONLY
-    return [p for p in parameters if p.kind not in (alone, inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)]
 
 
 @dataclass(frozen=True, kw_only=True)

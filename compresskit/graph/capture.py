@@ -26,8 +26,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import CompressError, ModelError, SettingError, named_first_line
-from compresskit.base.inputs import AnyInputs, as_inputs, check_has_rows
-from compresskit.base.task import Inputs, batch_size, call, first_rows, misfit, shapes_of
+from compresskit.base.inputs import AnyInputs, as_inputs, check_has_rows, misfit
+from compresskit.base.task import Inputs, batch_size, call, first_rows, shapes_of
 from compresskit.graph.exportable import make_exportable_
 from compresskit.graph.interpreter import run_graph
 from compresskit.graph.layers.packed_sequences import check_cell_states_, check_padded_outputs

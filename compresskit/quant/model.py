@@ -17,9 +17,9 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import ModelError
-from compresskit.base.inputs import AnyInputs, each_inputs
+from compresskit.base.inputs import AnyInputs, call_checked, each_inputs
 from compresskit.base.packing import attribute_state, set_attribute_state_
-from compresskit.base.task import Inputs, batch_size, call_checked, shapes_of
+from compresskit.base.task import Inputs, batch_size, shapes_of
 from compresskit.graph.capture import Captured
 from compresskit.graph.layers.fold_batchnorm import FoldedBatchNorm
 from compresskit.graph.masks import masks_of

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from compresskit.base.errors import DataError
-from compresskit.base.inputs import AnyInputs, each_inputs
-from compresskit.base.task import batch_size, call_checked
+from compresskit.base.inputs import AnyInputs, call_checked, each_inputs
+from compresskit.base.task import batch_size
 from compresskit.graph.surgery import mode
 
 

@@ -16,10 +16,11 @@ from tqdm import tqdm
 from compresskit import mixed
 from compresskit.base import distributed, randomness
 from compresskit.base.errors import CheckpointError, CompressError, DataError, TrainingError, first_line, is_out_of_memory
+from compresskit.base.inputs import packed_inputs
 from compresskit.base.objective import Losses, Objective
 from compresskit.base.packing import Resumable, module_states, restore_module_states_
 from compresskit.base.progress import Training, announce, progress_bar
-from compresskit.base.task import Inputs, Task, packed_inputs, shapes_of
+from compresskit.base.task import Inputs, Task, shapes_of
 from compresskit.mixed.channels_last import channels_last_images
 from compresskit.mixed.formats.parallel import is_sharded, shard_by_name, whole_on_rank_zero
 from compresskit.train.callbacks import EpochReport, OnEpoch, OnStep, StepReport, call_back

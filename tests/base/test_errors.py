@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from compresskit.base.errors import DataError, first_line, named_first_line
-from compresskit.base.task import call_checked
+from compresskit.base.inputs import call_checked
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch import nn
 
 import compresskit as ck
 from compresskit.base.errors import DataError, ModelError
-from compresskit.base.task import call_checked
+from compresskit.base.inputs import call_checked
 from compresskit.graph.capture import capture
 from compresskit.measure import latency
 

@@ -33,9 +33,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import DataError, ExportError
-from compresskit.base.inputs import AnyInputs, each_inputs
+from compresskit.base.inputs import AnyInputs, call_checked, each_inputs
 from compresskit.base.progress import progress_bar
-from compresskit.base.task import Inputs, batch_size, call, call_checked
+from compresskit.base.task import Inputs, batch_size, call
 from compresskit.export.check.bisect import first_layer_that_differs
 from compresskit.export.check.machines import MachineAgreement, MachineCheck, machines_named
 from compresskit.export.check.runtimes import OtherRuntime, RuntimeRun

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import DataError, SettingError
-from compresskit.base.inputs import AnyInputs, each_inputs
-from compresskit.base.task import Inputs, call_checked
+from compresskit.base.inputs import AnyInputs, call_checked, each_inputs
+from compresskit.base.task import Inputs
 from compresskit.graph.surgery import get_tensor, mode, owner
 from compresskit.prune.evidence import watched_calls
 from compresskit.prune.structure.plan import Plan

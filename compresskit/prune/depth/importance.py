@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compresskit.base.errors import DataError, SettingError
-from compresskit.base.inputs import some_batches
+from compresskit.base.inputs import call_checked, some_batches
 from compresskit.base.progress import progress_bar
-from compresskit.base.task import Inputs, Task, batch_size, call_checked, first_tensor
+from compresskit.base.task import Inputs, Task, batch_size, first_tensor
 from compresskit.distill.losses.logits import match_predictions
 from compresskit.graph.surgery import mode, no_attention_fastpath
 from compresskit.prune.depth.find_blocks import ResidualBlock

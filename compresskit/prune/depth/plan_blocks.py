@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from compresskit.base.budget import Budget, check_budget, takes_budget
 from compresskit.base.errors import ModelError, SettingError
-from compresskit.base.inputs import AnyInputs, as_inputs, calibration_inputs
+from compresskit.base.inputs import AnyInputs, as_inputs, calibration_inputs, call_checked
 from compresskit.base.progress import progress_bar
-from compresskit.base.task import Inputs, Task, call_checked, first_tensor
+from compresskit.base.task import Inputs, Task, first_tensor
 from compresskit.graph.surgery import frozen_copy, no_attention_fastpath
 from compresskit.measure import count_macs, count_parameters, few_rows
 from compresskit.prune.channels.candidates import ExportedCandidates, Form

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import DataError, ModelError, SettingError
-from compresskit.base.inputs import AnyInputs, Batches, as_inputs, first_and_all
+from compresskit.base.inputs import AnyInputs, Batches, as_inputs, call_checked, first_and_all
 from compresskit.base.progress import announce, log, progress_bar
-from compresskit.base.task import Inputs, call, call_checked
+from compresskit.base.task import Inputs, call
 from compresskit.graph.surgery import mode
 from compresskit.quant.calibration.diagnose import diagnose
 from compresskit.quant.calibration.rows import row_count, take_rows

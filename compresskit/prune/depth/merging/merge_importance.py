@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from compresskit.base.errors import SettingError
+from compresskit.base.inputs import call_checked
 from compresskit.base.progress import progress_bar
-from compresskit.base.task import Inputs, Task, batch_size, call_checked, first_tensor
+from compresskit.base.task import Inputs, Task, batch_size, first_tensor
 from compresskit.distill.losses.logits import match_predictions
 from compresskit.graph.surgery import frozen_copy, no_attention_fastpath
 from compresskit.measure import evaluate
