@@ -111,7 +111,7 @@ BAD = {
     "an optimizer that is made": (
         lambda: ck.Train(epochs=1, optimizer=torch.optim.SGD(NET.parameters(), lr=1)),
         SettingError,
-        "wanted a function, got SGD",
+        r"wanted a function, got SGD; write partial\(torch\.optim\.SGD, lr=\.\.\.\)",
     ),
     "a schedule of numbers": (
         lambda: ck.Train(epochs=1, schedule=[0.1]),

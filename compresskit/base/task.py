@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from types import FunctionType
 from typing import Any, Protocol, runtime_checkable
@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.data import Dataset
 
 from compresskit.base import distributed
 from compresskit.base.errors import DataError, SettingError
@@ -251,7 +252,7 @@ def shapes_of(inputs: Any) -> list[tuple[int, ...]]:
     return [tuple(v.shape) for v in pytree.tree_leaves(inputs) if isinstance(v, Tensor)]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Task:
     """Data, loss and metric of one problem; every stage of a recipe gets the same task.
 
@@ -293,18 +294,28 @@ class Task:
             if loader is None:
                 continue
             if not isinstance(loader, Iterable):
-                raise SettingError(f"Task({name}=...): wanted a loader of batches, got {type(loader).__name__}")
+                dataset = "; write DataLoader(dataset, batch_size=...)" if isinstance(loader, Dataset) else ""
+                raise SettingError(f"Task({name}=...): wanted a loader of batches, got {type(loader).__name__}{dataset}")
             if isinstance(loader, Iterator):
                 raise SettingError(
                     f"Task({name}=...): wanted a loader that can be read many times, got a one-pass"
                     f" {type(loader).__name__}; pass a DataLoader, or list(...) of it"
                 )
 
+        for name in ("loss", "metric"):
+            given = getattr(self, name)
+            if isinstance(given, type) and not (name == "metric" and isinstance(given, RunningMetric)):
+                raise SettingError(f"Task({name}=...): wanted a function or an object, got a class; write {given.__name__}()")
         if not callable(self.metric) and not isinstance(self.metric, RunningMetric):
             raise SettingError(
                 "Task(metric=...): wanted a function (predictions, targets) -> number, or an object with update, compute and"
                 f" reset, got {type(self.metric).__name__}"
             )
+
+    def __repr__(self) -> str:
+        """The settings that were given, without the numbers of data and models."""
+        given = [(f.name, vars(self)[f.name]) for f in fields(self) if vars(self)[f.name] is not f.default]
+        return f"Task({', '.join(f'{name}={_shown(value)}' for name, value in given)})"
 
     @property
     def prefers_higher(self) -> bool | None:
@@ -429,6 +440,16 @@ class Task:
         for batch in self.batches(which):
             return self.inputs(batch)
         raise DataError(f"Task({which}=...): the loader is empty")
+
+
+def _shown(value: Any) -> str:
+    """A setting in a line: functions by name, loaders and models by their type."""
+    if isinstance(value, FunctionType | type):
+        return value.__name__
+    if isinstance(value, bool | str | torch.device):
+        return repr(value)
+    length = f" of {len(value)}" if isinstance(value, Sized) else ""
+    return f"{type(value).__name__}{length}"
 
 
 def check_is_task(task: Any, where: str) -> None:

@@ -97,8 +97,10 @@ class Result:
                 the metric, or, with `drop`, the size of the file.
 
         Raises:
-            SettingError: which metric is better is not said, or no row is left.
+            SettingError: which metric is better is not said, `by` is no function, or no row is left.
         """
+        if by is not None and not callable(by):
+            raise SettingError(f"Result.best(by=...): wanted a function of a row, such as lambda row: row.latency_ms, got {by!r}")
         if self.higher_is_better is None:
             raise SettingError("Result.best: which of two metrics is better is not said; pass Task(higher_is_better=...)")
         sign = 1 if self.higher_is_better else -1

@@ -146,7 +146,9 @@ class Train(Stage):
                 "Train(compile=True, exact=True): messages in every layer cannot be compiled; leave one of the two out"
             )
         if not callable(self.optimizer):
-            raise SettingError(f"Train(optimizer=...): wanted a function, got {type(self.optimizer).__name__}")
+            kind = type(self.optimizer).__name__
+            made = kind if isinstance(self.optimizer, torch.optim.Optimizer) else "SGD"
+            raise SettingError(f"Train(optimizer=...): wanted a function, got {kind}; write partial(torch.optim.{made}, lr=...)")
         check_lr_schedule(self.schedule, "Train(schedule=...)")
 
     def length(self, task: Task) -> Length:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import compresskit as ck
 from compresskit.base.errors import DataError, SettingError
@@ -51,6 +51,10 @@ def test_accuracy_is_the_fraction_of_correct_labels() -> None:
 def test_loaders_and_batches_that_cannot_be_used_are_refused() -> None:
     with pytest.raises(SettingError, match="wanted a loader that can be read many times, got a one-pass generator"):
         ck.Task(val=(i for i in range(3)))
+    with pytest.raises(SettingError, match=r"got TensorDataset; write DataLoader\(dataset, batch_size=\.\.\.\)"):
+        ck.Task(val=TensorDataset(torch.zeros(2, 1)))
+    with pytest.raises(SettingError, match=r"Task\(loss=\.\.\.\): .* got a class; write CrossEntropyLoss\(\)"):
+        ck.Task(val=[1], loss=nn.CrossEntropyLoss)
     with pytest.raises(SettingError, match="wanted a loader of batches, got int"):
         ck.Task(val=3)
     with pytest.raises(SettingError, match=r"needs Task\(train="):
@@ -71,6 +75,12 @@ def test_loaders_and_batches_that_cannot_be_used_are_refused() -> None:
         task.split({"a": 1})
     with pytest.raises(DataError, match="wanted \\(inputs..., target\\) or a dict, got Tensor"):
         task.split(torch.zeros(3))
+
+
+def test_a_task_prints_as_a_line_without_its_data() -> None:
+    batches = [(torch.zeros(2, 3), torch.zeros(2))]
+    task = ck.Task(train=batches, val=DataLoader(batches), device="cpu", target="y", reference=nn.Linear(1, 1), loss=F.mse_loss)
+    assert repr(task) == "Task(val=DataLoader of 1, train=list of 1, loss=mse_loss, target='y', reference=Linear)"
 
 
 def test_labels_of_minus_100_do_not_count_in_the_accuracy() -> None:

@@ -201,6 +201,8 @@ def test_the_best_stage(tmp_path) -> None:
     assert result.best(drop=1.0).bytes == min(row.bytes for row in rows)
     assert result.best(drop=1.0, by=lambda row: row.latency_ms).latency_ms == min(row.latency_ms for row in rows)
     assert result.best(by=lambda row: -row.metric).metric == result.best().metric
+    with pytest.raises(SettingError, match="wanted a function of a row, such as lambda row: row.latency_ms, got 'latency_ms'"):
+        result.best(by="latency_ms")
     with pytest.raises(SettingError, match=r"Result.best: of 2 stages that lose at most 1, none has the figure"):
         result.best(drop=1, by=lambda row: None)
 
