@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import ExportError, SettingError, named_first_line
@@ -18,6 +19,7 @@ from compresskit.base.inputs import AnyInputs, as_inputs
 from compresskit.base.progress import progress_bar
 from compresskit.base.task import Inputs
 from compresskit.base.version import __version__
+from compresskit.export.computed_weights import with_stored_results
 from compresskit.export.exporter_tables import quick_exporter
 from compresskit.export.files import KEY, write_model
 from compresskit.export.merged_program import merged_program
@@ -211,29 +213,42 @@ def to_program(
     from compresskit.export.rewrite.palettes import write_palettes  # these load onnx_ir, which only exporting needs
     from compresskit.export.rewrite.recurrent import write_recurrent
 
+    try:
+        result = _run_exporter(program, outputs, opset)
+    except Exception as error:
+        stored = with_stored_results(program, example, dynamic)
+        if stored is None:
+            raise ExportError(f"the ONNX exporter failed: {_cause(error)}") from error
+        drop_constant_outputs_(stored)
+        try:
+            result = _run_exporter(stored, outputs, opset)
+        except Exception as again:
+            raise ExportError(f"the ONNX exporter failed: {_cause(again)}") from again
+    write_palettes(result.model)
+    write_recurrent(result.model)
+    return result
+
+
+def _run_exporter(program: ExportedProgram, outputs: list[str], opset: int) -> torch.onnx.ONNXProgram:
+    """What torch's exporter makes of a program. outputs: their names, but for those that an input or a weight has, too."""
     nodes = [
         node for node in program.graph.nodes if node.op == "placeholder" and node.name in program.graph_signature.user_inputs
     ]
     inputs = [node.name for node in nodes]
-    try:
-        with torch.no_grad(), quick_exporter(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the exporter warns of its own internals
-            logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-            logging.getLogger("onnxscript").setLevel(logging.ERROR)  # constant folding names the operators that it left
-            result = torch.onnx.export(
-                program,
-                dynamo=True,
-                opset_version=opset,
-                input_names=inputs,
-                output_names=_distinct(outputs, [*inputs, *program.state_dict, *program.constants]),
-                custom_translation_table=translations(),
-                verbose=False,
-            )
-    except Exception as error:
-        raise ExportError(f"the ONNX exporter failed: {_cause(error)}") from error
+    with torch.no_grad(), quick_exporter(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporter warns of its own internals
+        logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+        logging.getLogger("onnxscript").setLevel(logging.ERROR)  # constant folding names the operators that it left
+        result = torch.onnx.export(
+            program,
+            dynamo=True,
+            opset_version=opset,
+            input_names=inputs,
+            output_names=_distinct(outputs, [*inputs, *program.state_dict, *program.constants]),
+            custom_translation_table=translations(),
+            verbose=False,
+        )
     assert result is not None
-    write_palettes(result.model)
-    write_recurrent(result.model)
     return result
 
 
