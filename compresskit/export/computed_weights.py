@@ -17,6 +17,7 @@ from compresskit.graph.capture import Dynamic, trace
 from compresskit.graph.layers.stored import LAYOUT_OPERATORS, evaluate_constant, stored_sources
 from compresskit.graph.normalize import Node, aten
 
+RANDOM = torch.Tag.nondeterministic_seeded
 _STORED = "stored_result_{}"
 
 
@@ -59,9 +60,9 @@ def _may_be_stored(node: Node) -> bool:
     pending, visited = [node], {node}
     while pending:
         read = pending.pop()
-        if isinstance(read.target, torch._ops.OpOverload):
-            if read.target.namespace != "aten" or torch.Tag.nondeterministic_seeded in read.target.tags:
-                return False
+        target = read.target
+        if isinstance(target, torch._ops.OpOverload) and (target.namespace != "aten" or RANDOM in target.tags):
+            return False
         pending += [n for n in read.all_input_nodes if n not in visited]
         visited.update(read.all_input_nodes)
     return True
