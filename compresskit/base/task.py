@@ -315,7 +315,7 @@ class Task:
     def __repr__(self) -> str:
         """The settings that were given, without the numbers of data and models."""
         given = [(f.name, vars(self)[f.name]) for f in fields(self) if vars(self)[f.name] is not f.default]
-        return f"Task({', '.join(f'{name}={_shown(value)}' for name, value in given)})"
+        return f"Task({', '.join(f'{name}={_in_a_word(value)}' for name, value in given)})"
 
     @property
     def prefers_higher(self) -> bool | None:
@@ -442,7 +442,7 @@ class Task:
         raise DataError(f"Task({which}=...): the loader is empty")
 
 
-def _shown(value: Any) -> str:
+def _in_a_word(value: Any) -> str:
     """A setting in a line: functions by name, loaders and models by their type."""
     if isinstance(value, FunctionType | type):
         return value.__name__

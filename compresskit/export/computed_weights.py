@@ -17,7 +17,7 @@ from compresskit.graph.capture import Dynamic, trace
 from compresskit.graph.layers.stored import LAYOUT_OPERATORS, evaluate_constant, stored_sources
 from compresskit.graph.normalize import Node, aten
 
-RANDOM = torch.Tag.nondeterministic_seeded
+_SEEDED = torch.Tag.nondeterministic_seeded
 _STORED = "stored_result_{}"
 
 
@@ -61,7 +61,7 @@ def _may_be_stored(node: Node) -> bool:
     while pending:
         read = pending.pop()
         target = read.target
-        if isinstance(target, torch._ops.OpOverload) and (target.namespace != "aten" or RANDOM in target.tags):
+        if isinstance(target, torch._ops.OpOverload) and (target.namespace != "aten" or _SEEDED in target.tags):
             return False
         pending += [n for n in read.all_input_nodes if n not in visited]
         visited.update(read.all_input_nodes)

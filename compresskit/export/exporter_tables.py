@@ -3,7 +3,8 @@
 Every call of `torch.onnx.export` parses the source of the 500 translations of onnxscript again, and looks up every composite
 operator of torch once for each namespace. Neither depends on the model. It traces every program a second time, which few need;
 see `decompositions`. It tries every rewrite rule at every node, and a rule of several outputs lists the whole graph each time.
-All are internals of torch and onnxscript, so a release that has them elsewhere is left as it is: slower, same result.
+All are internals of torch and onnxscript, so a release that has them elsewhere is left as it is: slower, same result. One thing
+changes what is written: constants are matched exactly, so that a small number that is added is not taken for nothing.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ def quick_exporter() -> Iterator[None]:
             stack.enter_context(_patched(passes, "decompose_with_registry", replace_or(passes.decompose_with_registry)))
         if rule := _holder("onnxscript.rewriter._rewrite_rule.RewriteRule", "try_rewrite"):
             stack.enter_context(_patched(rule, "try_rewrite", _tried_where_it_fits(rule.try_rewrite)))
+        if matcher := _holder("onnxscript.rewriter._matcher.SimplePatternMatcher", "_match_constant"):
+            stack.enter_context(_patched(matcher, "_match_constant", _matched_exactly(matcher._match_constant)))
         yield
 
 
@@ -69,6 +72,18 @@ def _tried_where_it_fits(try_rewrite: Callable[..., Any]) -> Callable[..., Any]:
         return try_rewrite(rule, model, graph, node, **settings)
 
     return tried
+
+
+def _matched_exactly(match: Callable[..., bool]) -> Callable[..., bool]:
+    """Takes no other number for the 0 or 1 of a rule: `x + 0` would match `x + 1e-8`, which keeps a quotient or logarithm finite."""
+
+    def matched(matcher: Any, pattern: Any, value: Any) -> bool:
+        found = match(matcher, pattern, value)
+        if found and pattern.value in (0, 1) and value.const_value.numpy().item() != pattern.value:
+            return bool(matcher.fail(f"{value.name} is not exactly {pattern.value}"))
+        return found
+
+    return matched
 
 
 def _copier(build: Callable[..., Any]) -> Callable[..., Any]:

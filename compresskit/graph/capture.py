@@ -290,9 +290,11 @@ def dynamic_dims(model: nn.Module, example: Inputs, dynamic: Dynamic) -> Any:
         for name in input_names(model, example)
     ]
     dims = pytree.tree_unflatten(spec, pytree.tree_structure(example))
-    if any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(model.forward).parameters.values()):
-        return (dims,)  # forward(*args) has one parameter, a tuple
-    return dims
+    kinds = [p.kind for p in inspect.signature(model.forward).parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL not in kinds or isinstance(example, dict):
+        return dims
+    named = kinds.index(inspect.Parameter.VAR_POSITIONAL)  # those of *args are one parameter, a tuple
+    return (*dims[:named], *([dims[named:]] if len(dims) > named else ()))
 
 
 def _varying(model: nn.Module, example: Inputs, dynamic: Dynamic) -> dict[str, tuple[int, ...]]:

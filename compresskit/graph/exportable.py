@@ -133,15 +133,22 @@ def _replace_bounds_(module: fx.GraphModule) -> None:
             node.kwargs = {name: float(b) if isinstance(b, int) else b for name, b in node.kwargs.items()}
 
 
+_SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
+_AUTOCAST = torch.ops.higher_order.wrap_with_autocast
+
+
 def _inline_blocks_(module: fx.GraphModule) -> None:
-    """Put operators of `with torch.autocast(..., enabled=False)` into the graph itself: they do what they do outside."""
+    """Put operators of `with torch.autocast(..., enabled=False)` and `with torch.enable_grad()` into the graph itself: in a graph
+    that is executed alone they do what they do outside.
+    """
     blocks: list[Node] = [
-        n for n in module.graph.nodes if n.target is torch.ops.higher_order.wrap_with_autocast and not n.args[2]
+        node for node in module.graph.nodes if node.target is _SET_GRAD or (node.target is _AUTOCAST and not node.args[2])
     ]
     for node in blocks:
-        stored, *operands = node.args[4:]
+        stored, *operands = node.args[1 if node.target is _SET_GRAD else 4 :]
         block = module.get_submodule(stored.target)
         assert isinstance(block, fx.GraphModule)
+        _inline_blocks_(block)  # one may stand in another
         placeholders = [n for n in block.graph.nodes if n.op == "placeholder"]
         with module.graph.inserting_before(node):
             results: Any = module.graph.graph_copy(block.graph, dict(zip(placeholders, operands, strict=True)))

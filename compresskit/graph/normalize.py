@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ def normalize_(module: fx.GraphModule) -> None:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
         elif is_inplace(node) and (functional := functional_form(node.target)) is not None:
-            node.target = functional
+            _make_functional(node, functional)
         elif node.target in _PADDED_BY_NAME:
             _write_padding(graph, node)
         elif node.target in (aten.view.default, aten._unsafe_view.default):
@@ -87,11 +88,43 @@ def normalize_(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-def functional_form(target: Any) -> Callable[..., Any] | None:
-    """The operator that computes what an in-place operator writes: `add` for `add_`; None where there is none."""
-    packet, overload = target.overloadpacket.__name__, target._overloadname
+def functional_form(target: Any) -> OpOverload | None:
+    """The operator that computes what an in-place operator writes: `add` for `add_`; None where there is none.
+
+    Of its overloads, the one that takes the same arguments, which may be called otherwise: `pow_.Scalar` and `pow.Tensor_Scalar`.
+    """
+    packet = target.overloadpacket.__name__
     other = getattr(aten, packet.removesuffix("_"), None)
-    return getattr(other, overload, None) if packet.endswith("_") and other is not None else None
+    if not packet.endswith("_") or other is None:
+        return None
+    same = [name for name in other.overloads() if _argument_types(getattr(other, name)) == _argument_types(target)]
+    return getattr(other, target._overloadname if target._overloadname in same else same[0]) if same else None
+
+
+def _argument_types(target: OpOverload) -> list[str]:
+    return [str(argument.type) for argument in target._schema.arguments]
+
+
+def _make_functional(node: Node, functional: OpOverload) -> None:
+    """Call the functional operator; where its result has another dtype than the tensor that was written, convert it."""
+    node.target = functional
+    values = [n.meta.get("val") for n in node.all_input_nodes]
+    written, result = node.meta.get("val"), None
+    if all(isinstance(value, torch.Tensor) for value in (written, *values)):
+        with suppress(Exception):  # some want sizes that fit; none of them changes the dtype
+            result = functional(*fx.map_arg(node.args, _one_value_like), **fx.map_arg(node.kwargs, _one_value_like))
+    if isinstance(result, torch.Tensor) and result.dtype != written.dtype:
+        with node.graph.inserting_after(node):
+            converted = node.graph.call_function(aten.to.dtype, (node, written.dtype))
+        converted.meta = dict(node.meta)
+        node.replace_all_uses_with(converted, delete_user_cb=lambda user: user is not converted)
+        node.meta = {**node.meta, "val": written.to(result.dtype)}
+
+
+def _one_value_like(node: Node) -> torch.Tensor:
+    """A tensor on no device of as many dimensions as a node's value, each of size 1."""
+    value = node.meta["val"]
+    return torch.empty((1,) * value.ndim, dtype=value.dtype, device="meta")
 
 
 def _is_whole_slice(node: Node) -> bool:

@@ -81,3 +81,28 @@ def test_code_that_depends_on_values_is_refused_with_its_line(tmp_path) -> None:
             with pytest.raises(ModelError, match=rf"(?s)cannot be captured as a graph.*{line}.*inside='backbone'"):
                 call()
     assert not list(tmp_path.iterdir())
+
+
+class Extra(nn.Module):
+    """Takes more than it names, as base classes of detectors do."""
+
+    def forward(self, x, *more, scale=None, **unused):
+        y = x * 2 + sum(more)
+        return y if scale is None else y * scale
+
+
+@pytest.mark.parametrize("names", [("x",), ("x", "scale")])
+@pytest.mark.parametrize("more", [0, 1, 2])
+def test_the_batch_varies_where_forward_takes_more_positions(names, more, tmp_path) -> None:
+    def inputs(rows):
+        if more:
+            return tuple(torch.randn(rows, 4) for _ in range(1 + more))
+        return {name: torch.randn(rows, 4) for name in names}
+
+    path = ck.export_onnx(Extra(), tmp_path / "f.onnx", inputs(2))
+    assert ck.verify_onnx(path, Extra(), [inputs(5), inputs(1)]).passed
+
+
+def test_a_single_input_varies_where_forward_takes_more_positions(tmp_path) -> None:
+    path = ck.export_onnx(Extra(), tmp_path / "f.onnx", torch.randn(2, 4))
+    assert ck.verify_onnx(path, Extra(), [torch.randn(5, 4)]).passed

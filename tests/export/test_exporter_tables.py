@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import checkout
+import onnx
+import onnxruntime
 import pytest
 import torch
 from onnxscript.rewriter import _rewrite_rule
+from torch import nn
 from torch.onnx._internal.exporter import _registration
 
+import compresskit as ck
 from compresskit.export.exporter_tables import quick_exporter
 
 REGISTRY = _registration.ONNXRegistry
@@ -78,3 +82,23 @@ def test_the_first_export_of_a_process_is_as_quick_as_the_next() -> None:
         "exec('with quick_exporter():\\n    print(sys.modules[name].decompose_with_registry.__module__)')"
     )
     assert checkout.python("-c", code).stdout.strip() == "compresskit.export.decompositions"
+
+
+class Epsilon(nn.Module):
+    """Numbers that are nearly 0 and nearly 1, which rules for nothing take for 0 and 1 unless told otherwise."""
+
+    def forward(self, x):
+        shares = x / (x.norm(dim=1, keepdim=True) + 1e-8)
+        return shares, torch.log(x.relu() + 1e-12), (x - 1e-10) * 1e10, x * 1.000001, (x + 0) * 1 / 1
+
+
+def test_small_numbers_stay_in_a_file(tmp_path) -> None:
+    model, x = Epsilon(), (torch.randn(4, 4),)
+    path = ck.export_onnx(model, tmp_path / "f.onnx", x)
+    zeros = (torch.zeros(3, 4),)
+    assert ck.verify_onnx(path, model, [x, zeros]).passed
+    wanted, got = model(*zeros), onnxruntime.InferenceSession(path).run(None, {"x": zeros[0].numpy()})
+    for value, array in zip(wanted, got, strict=True):
+        torch.testing.assert_close(torch.from_numpy(array), value)
+    kinds = [node.op_type for node in onnx.load(path).graph.node]
+    assert (kinds.count("Add"), kinds.count("Sub"), kinds.count("Div")) == (2, 1, 1)  # adding 0 and dividing by 1 are left out

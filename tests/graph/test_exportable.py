@@ -202,6 +202,35 @@ def test_a_block_without_autocast_is_captured_quantized_pruned_and_written(tmp_p
     assert ck.prune.apply_(model, plan).last.in_features < 16
 
 
+class WithGradients(nn.Module):
+    """Blocks that switch gradients on and off, as critics do, one of them within another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(True):
+            x = self.first(x)
+            with torch.autocast("cpu", enabled=False), torch.enable_grad():
+                y = x.relu()
+        with torch.no_grad():
+            x = x * 0.5
+        return self.last(x + y)
+
+
+def test_blocks_of_gradients_are_captured_quantized_pruned_and_written(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = WithGradients().eval(), torch.randn(16, 8)
+    quantized = ck.quant.quantize_static(model, [x])
+    assert sum(name.startswith("linear") for name in quantized.placement.integer) == 2
+    path = ck.export_onnx(quantized, tmp_path / "f.onnx", x)
+    assert ck.verify_onnx(path, quantized, [torch.randn(5, 8)]).passed
+    assert ck.verify_onnx(ck.export_onnx(model, tmp_path / "f.onnx", x), model, [torch.randn(5, 8)]).passed
+    plan = ck.prune.plan_channels(model, x, budget=ck.keep(macs=0.6), round_to=1)
+    assert ck.prune.apply_(model, plan).last.in_features < 16
+
+
 @pytest.mark.parametrize(
     ("output", "places"),
     [

@@ -1,4 +1,6 @@
-"""Writes into views: numbers written into a mask become a constant, everything else keeps what eager mode computes."""
+"""Writes in place, into views most of all: numbers written into a mask become a constant, everything else keeps what eager mode
+computes.
+"""
 
 from __future__ import annotations
 
@@ -91,3 +93,25 @@ def test_a_mask_written_in_pieces_is_one_constant() -> None:
     assert targets == ["aten.select.int", "aten.matmul.default", "aten.add.Tensor"]
     (constant,) = captured.module.buffers()
     assert constant.tolist() == [[1, 4, 4, 4], [0, 6, 6, 6], [0] * 4, [0] * 4]
+
+
+class WritesOfAnotherKind(nn.Module):
+    """In-place operators whose functional form has another name, or another dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        powers, large, equal, nothing, half = (x.clone() for _ in range(5))
+        powers.abs_().pow_(1.5).pow_(torch.ones_like(x)).floor_divide_(torch.full_like(x, 0.01))
+        large.gt_(0.1)
+        equal.eq_(x)
+        nothing.logical_not_()
+        half = half.half()
+        half.add_(x)
+        return powers + large @ torch.ones(4, 4) + equal + nothing + half.float()
+
+
+def test_operators_in_place_have_the_dtype_of_what_they_write() -> None:
+    model = WritesOfAnotherKind()
+    module = capture(model, (torch.randn(3, 4),)).module
+    assert not any(map(is_inplace, module.graph.nodes))
+    x = torch.tensor([[0.0, 0.2, -0.3, 1.7]])
+    torch.testing.assert_close(module(x), model(x), rtol=0, atol=0)

@@ -226,8 +226,9 @@ def _hide_from_fusion(graph: ir.Graph, layer: ir.Node, x: ir.Value) -> None:
 
 
 def _pad_with(graph: ir.Graph, pad: ir.Node, others: list[ir.Value | None], zero_point: ir.Value) -> bool:
-    """Make a zero-padding pad with the zero point; False for any other padding."""
+    """Make a zero-padding pad with the zero point; False for padding with another number."""
     if pad.attributes.get_string("mode", "constant") != "constant":
+        others[1:2] = [None] * len(others[1:2])  # a number that is never read, of another dtype
         return True
     fill = constant(others[1]) if len(others) > 1 and others[1] is not None else np.float32(0)
     if fill is None or float(fill) != 0.0:

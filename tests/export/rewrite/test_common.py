@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import onnx
+import pytest
 import torch
 from torch import nn
 
@@ -38,3 +39,23 @@ def test_windows_that_are_cut_at_the_border_are_averaged_in_float(tmp_path: Path
     quantized = ck.quant.quantize_static(model, [torch.randn(16, 3, 8, 8)])
     path = ck.export_onnx(quantized, tmp_path / "q.onnx", torch.randn(2, 3, 8, 8))
     assert ck.verify_onnx(path, quantized, [torch.randn(7, 3, 8, 8)]).passed
+
+
+class Padded(nn.Module):
+    """Pads a quantized value by a mode that needs no number, and gives one."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.mode, self.first, self.last = mode, nn.Conv1d(3, 8, 3), nn.Conv1d(8, 4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(nn.functional.pad(self.first(x), (2, 1), self.mode, 0.0))
+
+
+@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular", "constant"])
+def test_a_number_that_padding_does_not_read_is_left_out(mode, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, 20)
+    quantized = ck.quant.quantize_static(Padded(mode).eval(), [(x,)])
+    path = ck.export_onnx(quantized, tmp_path / "f.onnx", (x,))
+    assert ck.verify_onnx(path, quantized, [(x,), (x[:1],)]).passed
