@@ -75,7 +75,7 @@ def _tried_where_it_fits(try_rewrite: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _matched_exactly(match: Callable[..., bool]) -> Callable[..., bool]:
-    """Takes no other number for the 0 or 1 of a rule: `x + 0` would match `x + 1e-8`, which keeps a quotient or logarithm finite."""
+    """Takes no other number for the 0 or 1 of a rule: `x + 0` matched `x + 1e-8`, which keeps quotients and logarithms finite."""
 
     def matched(matcher: Any, pattern: Any, value: Any) -> bool:
         found = match(matcher, pattern, value)
