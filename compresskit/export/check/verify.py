@@ -166,7 +166,8 @@ def verify_onnx(
         executed: called after each batch with the outputs of the file, optimized, for what else is to be known of them.
         label: of the progress bar.
 
-    Returns the agreement with all optimizations and without, and why the file does not pass, if it does not.
+    Returns the agreement with all optimizations and without, and why the file does not pass, if it does not. One more run, on the
+    first batch with zeros for all numbers, must give numbers where the model does.
     Raises ExportError where the file does not load or run; a file that runs and disagrees is reported, not raised.
     """
     proto = read_proto(path)  # refuses weights outside its folder
@@ -200,11 +201,12 @@ def verify_onnx(
                 outputs[3].append(other.run(sessions[0], inputs))
             others.add(inputs)
             samples += batch_size(inputs)
+        zeros = "" if first is None else _lost_on_zeros(path, model, first, sessions)
     levels = _agreements(outputs, [] if random else unrounded, other)
     allowed = steps_allowed(least_precise_dtype(model)), sys.float_info.max if signs else QUANTIZED_STEPS
     reason = _reason_to_reject(levels, quantized, allowed, weight_only=weight_only)
     reason += "" if not reason or first is None else RANDOM if random else _place(path, model, first)
-    reason, run = reason or _machine_that_differs(others.result()), other.record if other else None
+    reason, run = reason or zeros or _machine_that_differs(others.result()), other.record if other else None
     return _verification(levels, run, samples=samples, quantized=quantized, reason=reason, machines=others.result())
 
 
@@ -237,6 +239,23 @@ def _agreements(
     if exact is None:
         return levels
     return {name: beside_unrounded(level, few["model"], few[name], exact) for name, level in levels.items()}
+
+
+def _lost_on_zeros(path: str | Path, model: nn.Module, inputs: Inputs, sessions: Sequence[Any]) -> str:
+    """The reason to reject a file that gives NaN or infinity on numbers that are all zero, as in a black image or padding, where
+    its model does not; "" where there is none. Divisions and logarithms that need their small number show there alone.
+    """
+    zeros = pytree.tree_map(lambda v: torch.zeros_like(v) if isinstance(v, Tensor) and v.is_floating_point() else v, inputs)
+    try:
+        wanted = _arrays(call(model, zeros))
+        executed = [_run(run, zeros, path) for run in sessions]
+    except Exception:  # a model need not run on zeros
+        return ""
+    for name, outputs in zip(("as written", "optimized"), executed, strict=True):
+        for i, (expected, got) in enumerate(zip(wanted, outputs, strict=False)):
+            if expected.shape == got.shape and bool((np.isfinite(expected) & ~np.isfinite(got)).any()):
+                return f"{name}: on inputs of zeros, output {i} is NaN or infinite where the model gives a number"
+    return ""
 
 
 def _machine_that_differs(machines: Sequence[MachineAgreement]) -> str:

@@ -154,6 +154,29 @@ def test_a_model_without_a_finite_output_is_no_proof(tmp_path) -> None:
     assert str(proof).startswith("cannot be compared with its model on 2 samples as written: no output value is finite")
 
 
+class Share(nn.Module):
+    """Each row by its sum, with a small number or without; may be a model that takes no zeros."""
+
+    def __init__(self, small: float, positive: bool = False) -> None:
+        super().__init__()
+        self.small, self.positive = small, positive
+
+    def forward(self, x):
+        if self.positive and not torch.compiler.is_exporting() and bool((x == 0).all()):
+            raise ValueError("nothing to share")
+        return x / (x.sum(1, keepdim=True) + self.small)
+
+
+def test_a_file_that_fails_on_zeros_alone_is_refused(tmp_path) -> None:
+    x = torch.rand(4, 3) + 1
+    path = ck.export_onnx(Share(0.0), tmp_path / "f.onnx", (x,))
+    found = ck.verify_onnx(path, Share(1e-8), [(x,)])
+    assert found.reason == "as written: on inputs of zeros, output 0 is NaN or infinite where the model gives a number"
+    assert found.plain.largest < 0.1
+    assert ck.verify_onnx(path, Share(0.0), [(x,)]).passed
+    assert ck.verify_onnx(path, Share(1e-8, positive=True), [(x,)]).passed
+
+
 def test_only_numbers_are_compared() -> None:
     yes = np.array([[True, False]])
     assert verify.compare([yes], [yes]).largest == 0
