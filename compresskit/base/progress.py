@@ -10,6 +10,7 @@ interrupted one continues from its last checkpoint.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import re
@@ -19,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,29 @@ def progress_bar(steps: Iterable[Any] | None = None, **settings: Any) -> tqdm[An
     """Return tqdm's progress bar; silent on request, and where standard error is no terminal or is not there at all."""
     silent = is_silenced() or sys.stderr is None or sys.stderr.closed or None  # None: tqdm looks whether it is a terminal
     return tqdm(steps, disable=silent, leave=False, **settings)
+
+
+class _Held(io.StringIO):
+    """What is written to a stream while it is held."""
+
+    def take_out(self, text: str) -> None:
+        """Leave a text out of what will be written."""
+        kept = self.getvalue().replace(text, "")
+        self.seek(0)
+        self.truncate()
+        self.write(kept if kept.strip() else "")
+
+
+@contextmanager
+def stderr_held() -> Iterator[_Held]:
+    """Hold what the block writes to standard error until it ends; what is taken out by then is not written."""
+    held = _Held()
+    try:
+        with redirect_stderr(held):
+            yield held
+    finally:
+        if sys.stderr is not None and held.getvalue():
+            sys.stderr.write(held.getvalue())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import CompressError, ModelError, SettingError, named_first_line
 from compresskit.base.inputs import AnyInputs, as_inputs, check_has_rows, misfit
+from compresskit.base.progress import stderr_held
 from compresskit.base.task import Inputs, batch_size, call, first_rows, shapes_of
 from compresskit.graph.exportable import make_exportable_
 from compresskit.graph.interpreter import run_graph
@@ -36,7 +37,7 @@ from compresskit.graph.normalize import Node, fold_written_constants_, mutates_a
 from compresskit.graph.recurrent import KeepRecurrent, restore_recurrent_
 from compresskit.graph.reserved_names import rename_first, rename_reserved_, reserved_names
 from compresskit.graph.surgery import call_unmoved, check_is_module, get_tensor, mode, state_kept, unset_buffers_kept
-from compresskit.graph.varying_dimensions import constant_dimensions, warn_of_conditions
+from compresskit.graph.varying_dimensions import constant_dimensions, traced_after_other_sizes, warn_of_conditions
 
 #: The dynamic dimensions of the inputs: numbers that hold for every tensor, `(0, 2, 3)`; names for the dimensions of each input,
 #: `{"x": {0: "batch", 2: "height"}}`; or `()` for none.
@@ -202,14 +203,17 @@ def trace(model: nn.Module, example: Inputs, dynamic: Dynamic) -> tuple[torch.ex
         check_has_rows(example, "the example")
         example = _two_rows(model, example, dynamic)
     args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
-    dims = dynamic_dims(model, example, dynamic)
-
+    dims, varying = dynamic_dims(model, example, dynamic), _varying_places(model, example, dynamic)
     recurrent = KeepRecurrent()
 
     def export() -> torch.export.ExportedProgram:
-        with recurrent, warnings.catch_warnings():
+        with recurrent, warnings.catch_warnings(), stderr_held() as written:
             warnings.simplefilter("ignore")  # torch.export warns of its own internals
-            return torch.export.export(model, args, kwargs, dynamic_shapes=dims)
+            try:
+                return torch.export.export(model, args, kwargs, dynamic_shapes=dims)
+            except Exception as error:  # torch writes all of the graph until there, of which the error has the last line
+                written.take_out(str(vars(error).get("partial_fx_graph")))
+                raise
 
     try:
         logging.getLogger("torch.fx.experimental.symbolic_shapes").setLevel(logging.CRITICAL)
@@ -217,18 +221,19 @@ def trace(model: nn.Module, example: Inputs, dynamic: Dynamic) -> tuple[torch.ex
     except CompressError:
         raise
     except Exception as error:
-        if constant := constant_dimensions(error, export):
-            raise ModelError(f"{type(model).__name__} cannot be captured as a graph: {constant}") from error
-        raise ModelError(
-            f"{type(model).__name__} cannot be captured as a graph: {named_first_line(error)}{_blame(error)}\n  {_advice(error)}"
-        ) from error
+        again = traced_after_other_sizes(error, model, example, varying, export)
+        if again is None:
+            why = constant_dimensions(error, export) or f"{named_first_line(error)}{_blame(error)}\n  {_advice(error)}"
+            raise ModelError(f"{type(model).__name__} cannot be captured as a graph: {why}") from error
+        program = again
     if recurrent.packs:
         check_cell_states_(program.graph_module.graph)
         compared = given if batch_size(given) > 1 else example  # a graph with a dynamic batch may want two rows
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's, of projections
             check_padded_outputs(call_unmoved(model, compared)[0], call(program.module(), compared))
-    warn_of_conditions(program, model, example, _varying(model, example, dynamic), input_names(model, example))
+    warn_of_conditions(program, model, example, varying)
+    vars(program).update({"_guards_code": []} if "_guards_code" in vars(program) else {})  # fails on `forward(**batch)`
     rename_reserved_(program, reserved_names(model))
     make_exportable_(program.graph_module)
     return program, example
@@ -316,6 +321,12 @@ def _varying(model: nn.Module, example: Inputs, dynamic: Dynamic) -> dict[str, t
             if d and tensors[name].shape[d] < 2:
                 raise SettingError(f"dynamic: dimension {d} of input {name!r} is 1 in the example; show it with two or more")
     return varying
+
+
+def _varying_places(model: nn.Module, example: Inputs, dynamic: Dynamic) -> list[tuple[int, int]]:
+    """The dynamic dimensions as (leaf of the example, dimension)."""
+    varying = _varying(model, example, dynamic)
+    return [(leaf, dim) for leaf, name in enumerate(input_names(model, example)) for dim in varying.get(name, ())]
 
 
 def _has_dynamic_batch(dynamic: Dynamic) -> bool:

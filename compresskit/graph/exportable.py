@@ -31,6 +31,7 @@ def make_exportable_(module: fx.GraphModule) -> None:
         _replace_chunks_,
         _replace_divisors_,
         _replace_bounds_,
+        _replace_reversed_differences_,
         _replace_adaptive_max_pools_,
         _replace_adaptive_averages_,
         _replace_attention_ranks_,
@@ -131,6 +132,17 @@ def _replace_bounds_(module: fx.GraphModule) -> None:
         if {type(bound) for bound in bounds if bound is not None} == {int, float}:
             node.args = (node.args[0], *(float(b) if isinstance(b, int) else b for b in node.args[1:]))
             node.kwargs = {name: float(b) if isinstance(b, int) else b for name, b in node.kwargs.items()}
+
+
+_REVERSED = frozenset({aten.rsub.Scalar, aten.rsub.Tensor})
+
+
+def _replace_reversed_differences_(module: fx.GraphModule) -> None:
+    """Convert integers before `1.0 - mask` to the dtype of the result: the exporter knows no such operator of two dtypes."""
+    for node in module.graph.nodes:
+        if node.target in _REVERSED and node.args[0].meta["val"].dtype != (dtype := node.meta["val"].dtype):
+            with module.graph.inserting_before(node):
+                node.args = (insert_call(node, aten.to.dtype, node.args[0], dtype), *node.args[1:])
 
 
 _SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled

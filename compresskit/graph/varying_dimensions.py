@@ -99,12 +99,51 @@ _OPERATIONS: dict[type, Callable[..., Any]] = {
 _told: dict[type, set[tuple[str, ...]]] = {}
 
 
+def traced_after_other_sizes(
+    error: BaseException,
+    model: nn.Module,
+    example: Inputs,
+    dims: Sequence[tuple[int, int]],
+    trace: Callable[[], torch.export.ExportedProgram],
+) -> torch.export.ExportedProgram | None:
+    """Trace a model that remembers the sizes of its last call, as heads of detectors do, and makes a table anew for others.
+
+    Where the last call was with the sizes that are traced, its code compares those to numbers, and they become constants. So it
+    is called with sizes twice as large first.
+
+    Args:
+        error: that tracing the model raised.
+        model, example: what is traced, in eval mode; the caller puts back what the call sets.
+        dims: those that vary, (leaf of the example, dimension).
+        trace: does the same once more.
+
+    Returns the program; None where another error was raised, the model remembers nothing, or this is no help.
+    """
+    if _CONSTANT.search(str(error)) is None:
+        return None
+    leaves, form = pytree.tree_flatten(example)
+    for leaf, dim in dims:
+        leaves[leaf] = torch.cat([leaves[leaf], leaves[leaf]], dim)
+    before = _state_of(model)
+    with suppress(Exception):  # not every model takes such sizes, nor is each helped by them
+        call(model, copied_tensors(pytree.tree_unflatten(leaves, form)))
+        if _state_of(model) != before:
+            return trace()
+    return None
+
+
+def _state_of(model: nn.Module) -> set[tuple[int, str, int]]:
+    """Which objects the attributes and buffers of all modules are."""
+    return {
+        (id(module), name, id(value)) for module in model.modules() for name, value in {**module._buffers, **vars(module)}.items()
+    }
+
+
 def warn_of_conditions(
     program: torch.export.ExportedProgram,
     model: nn.Module,
     example: Inputs,
-    varying: Mapping[str, Sequence[int]],
-    names: Sequence[str],
+    dims: list[tuple[int, int]],
 ) -> None:
     """Warn, once for a class of models, where the graph of a model computes what the model does for some sizes alone.
 
@@ -112,10 +151,8 @@ def warn_of_conditions(
         program: the graph.
         model: was captured, in eval mode; it is not changed.
         example: its inputs, of which those of other sizes are made.
-        varying: name of an input -> its dimensions that may vary.
-        names: of the inputs, one for each leaf.
+        dims: those that vary, (leaf of the example, dimension).
     """
-    dims = [(leaf, dim) for leaf, name in enumerate(names) for dim in varying.get(name, ())]
     if not dims:
         return
     conditions = [code for code in vars(program).get("_guards_code") or () if _SIZE.search(code)]

@@ -106,3 +106,26 @@ def test_the_batch_varies_where_forward_takes_more_positions(names, more, tmp_pa
 def test_a_single_input_varies_where_forward_takes_more_positions(tmp_path) -> None:
     path = ck.export_onnx(Extra(), tmp_path / "f.onnx", torch.randn(2, 4))
     assert ck.verify_onnx(path, Extra(), [torch.randn(5, 4)]).passed
+
+
+class Batch(nn.Module):
+    """Takes a batch by name, as wrappers of a user's own do; its write and `std` are decomposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(16, 4), nn.Linear(4, 4)
+
+    def forward(self, **batch):
+        y = self.layer(batch["x"] + self.table.weight[None, : batch["x"].shape[1]])
+        y[:, 0] = 0.5
+        return y / y.std(2, keepdim=True)
+
+
+def test_a_length_varies_where_forward_takes_a_batch_by_name(tmp_path) -> None:
+    model, x = Batch().eval(), torch.randn(4, 6, 4)
+    other = {"x": torch.randn(3, 9, 4)}
+    path = ck.export_onnx(model, tmp_path / "f.onnx", {"x": x}, dynamic=(0, 1))
+    assert ck.verify_onnx(path, model, [{"x": x}, other]).passed
+    quantized = quantize_static(model, [{"x": x}], dynamic=(0, 1))
+    path = ck.export_onnx(quantized, tmp_path / "f.onnx", {"x": x})
+    assert ck.verify_onnx(path, quantized, [{"x": x}, other]).passed

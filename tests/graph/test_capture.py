@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,6 +62,19 @@ def test_in_place_writes_are_made_functional() -> None:
     assert not any(getattr(getattr(n.target, "_schema", None), "is_mutable", False) for n in graph.graph.nodes)
     x = torch.randn(7, 3)
     torch.testing.assert_close(graph(x), InPlace()(x))
+
+
+def test_the_graph_until_the_line_that_cannot_be_captured_is_not_written(capsys) -> None:
+    class Branch(nn.Module):
+        def forward(self, x):
+            print("tracing", file=sys.stderr)
+            return x * 2 if (x > 0).all() else x
+
+    with pytest.raises(ModelError, match=r"at .*x \* 2 if \(x > 0\).all\(\) else x"):
+        capture(Branch(), torch.randn(2, 3))
+    written = capsys.readouterr()
+    assert written.out == ""
+    assert set(written.err.split()) == {"tracing"}
 
 
 def test_the_message_names_the_line_that_cannot_be_captured() -> None:

@@ -231,6 +231,22 @@ def test_blocks_of_gradients_are_captured_quantized_pruned_and_written(tmp_path:
     assert ck.prune.apply_(model, plan).last.in_features < 16
 
 
+def test_differences_from_integers_are_written(tmp_path: Path) -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+
+        def forward(self, x, mask):
+            y = self.layer(x) + (1.0 - mask[:, None]) * -10.0 + torch.rsub(mask[:, None], 2.5, alpha=2)
+            return y + (1 - mask[:, None]) + (1.5 - mask[:, None].float()) + torch.rsub(mask[:, None], x[:, :1])
+
+    model, inputs = Masked().eval(), (torch.randn(6, 8), torch.tensor([1, 0, 1, 1, 0, 3]))
+    assert ck.verify_onnx(ck.export_onnx(model, tmp_path / "f.onnx", inputs), model, [inputs]).passed
+    quantized = ck.quant.quantize_dynamic(model, inputs)
+    assert ck.verify_onnx(ck.export_onnx(quantized, tmp_path / "f.onnx", inputs), quantized, [inputs]).passed
+
+
 @pytest.mark.parametrize(
     ("output", "places"),
     [

@@ -152,6 +152,36 @@ def test_a_model_whose_table_grows_is_left_as_it_was() -> None:
     assert torch.equal(model(*TOKENS), wanted)
 
 
+class Anchors(nn.Module):
+    """Makes a table for the sizes of the last call, as heads of detectors do, and remembers them."""
+
+    def __init__(self, rows: bool) -> None:
+        super().__init__()
+        self.layer, self.rows, self.shape, self.table = nn.Conv2d(3, 4, 3, padding=1), rows, None, torch.empty(0)
+
+    def forward(self, x):
+        y = self.layer(x)
+        shape = y.shape if self.rows else y.shape[2:]
+        if self.shape != shape:
+            self.table = torch.arange(y.shape[-1], dtype=y.dtype).view(1, 1, 1, -1) + torch.zeros_like(y[:, :1])
+            self.table, self.shape = self.table if self.rows else self.table[:1], shape
+        return y + self.table
+
+
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize(("rows", "dynamic"), [(True, (0,)), (True, (0, 2, 3)), (False, (0, 2, 3))])
+def test_a_model_that_remembers_sizes_is_captured_for_others(rows, dynamic, called, tmp_path) -> None:
+    model = kind(Anchors(rows)).eval()
+    if called:
+        model(*IMAGE)
+    before = dict(vars(model))
+    path = ck.export_onnx(model, tmp_path / "f.onnx", IMAGE, dynamic=dynamic)
+    if called:
+        assert vars(model) == before
+    others = [torch.randn(3, 3, 16, 16), torch.randn(5, 3, 12, 20) if 2 in dynamic else torch.randn(1, 3, 16, 16)]
+    assert ck.verify_onnx(path, model, [IMAGE, *[(x,) for x in others]]).passed
+
+
 def test_neither_inputs_nor_buffers_are_written() -> None:
     model, x = kind(WritesItsInput()).eval(), torch.randn(4, 4)
     before = x.clone()
