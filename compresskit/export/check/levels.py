@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from compresskit.base.task import Inputs
+from compresskit.export.check.agreement import FLOAT_STEPS, QUANTIZED_WITHIN, Agreement, compare, not_finite_remark
 from compresskit.export.check.benchmark import open_session, random_inputs, shared_inputs
-from compresskit.export.check.verify import FLOAT_STEPS, QUANTIZED_WITHIN, Agreement, compare, not_finite_remark
 from compresskit.export.files import read_proto
 from compresskit.measure import numpy_inputs, run_session
 

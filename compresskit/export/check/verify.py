@@ -12,6 +12,7 @@ kernels may round ties to the other side (onnxruntime#32132), and one step that 
   a threshold may fall to either side, and move many outputs of its sample.
   On several threads, each thread of ONNX Runtime's quantized LSTM finds the ranges of its own part of the batch. So a file with
   one is executed on one thread as written, which shows that it computes what the model does, and optimized as it runs here.
+* Each output passes alone, and each part of it, such as a channel, whose errors the range of the whole would hide.
 * A float file passes by its largest error; in half precision, by the sum of that precision's roundings. As written, a file of
   which only weights are rounded counts as a float file; optimized, ONNX Runtime may round its activations, too.
 * NaN and infinity agree with the same at the same places, and the record counts them. A file none of whose values is finite does
@@ -22,8 +23,8 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from compresskit.base.errors import DataError, ExportError
+from compresskit.base.errors import DataError
 from compresskit.base.inputs import AnyInputs, call_checked, each_inputs
 from compresskit.base.progress import progress_bar
 from compresskit.base.task import Inputs, batch_size, call
+from compresskit.export.check.agreement import (
+    QUANTIZED_STEPS,
+    QUANTIZED_WITHIN,
+    WEIGHT_ONLY_WITHIN,
+    Agreement,
+    Arrays,
+    Execution,
+    not_finite_remark,
+    steps_allowed,
+)
 from compresskit.export.check.bisect import first_layer_that_differs
 from compresskit.export.check.machines import MachineAgreement, MachineCheck, machines_named
 from compresskit.export.check.runtimes import OtherRuntime, RuntimeRun
@@ -47,44 +58,8 @@ from compresskit.graph.replacements import takes_signs
 from compresskit.graph.surgery import mode, state_kept
 from compresskit.measure import numpy_inputs, run_session, session
 
-#: Limits for a file to pass. FLOAT_STEPS: largest error of a float file, in steps. QUANTIZED_AGREEMENT and QUANTIZED_WITHIN:
-#: fraction of samples whose largest class agrees, and of values within two steps. Or QUANTIZED_NOISE: error as a fraction of the
-#: quantization error. Or QUANTIZED_EXCESS: distance from the unrounded model as a fraction of the simulation's distance.
-FLOAT_STEPS, QUANTIZED_AGREEMENT, QUANTIZED_WITHIN, QUANTIZED_NOISE, QUANTIZED_EXCESS = 0.1, 0.98, 0.97, 0.7, 1.1
-WEIGHT_ONLY_WITHIN = 0.9  # fraction within two steps where only weights are rounded: the quantization error is not known
 RANDOM = "; the model draws random numbers, of which a file draws its own"
 UNROUNDED_SAMPLES = 1000  # that show the quantization error: a ratio of norms of all their outputs
-QUANTIZED_STEPS = 16  # largest error: a single wrong output among many is an error, not a rounding
-
-
-@dataclass(frozen=True, kw_only=True)
-class Agreement:
-    """How far the outputs of a file agree with a reference, at one optimization level of ONNX Runtime.
-
-    A step is 1/255 of the range of the reference output.
-
-    Attributes:
-        agreement: fraction of samples with the same largest class; None where the output has no classes. Classes lie in dimension
-            1, of three-dimensional outputs (sequences) in the last.
-        within_one, within_two: fraction of output values that are at most one or two steps off.
-        largest: largest error, in steps.
-        noise: root mean square error, as a fraction of the quantization error; None where that is unknown, as for a float model.
-            Both are of the first batches, of 1,000 samples at least where there are as many.
-        excess: root mean square distance of the file from the unrounded model, as a fraction of the simulation's distance; None
-            where `noise` is.
-        flips: fraction of samples with another largest class that are no ties: in the reference, the two classes lie more than
-            two steps apart.
-        not_finite: fraction of output values that are NaN or the same infinity in both, which counts as agreement.
-    """
-
-    agreement: float | None
-    within_one: float
-    within_two: float
-    largest: float
-    noise: float | None = None
-    excess: float | None = None
-    flips: float = 0.0
-    not_finite: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,13 +112,6 @@ class Verification:
         lines += [f"  {self.runtime.note}"] if self.runtime and self.runtime.note else []
         lines += [f"  {each.machine:<10}  {each}" for each in self.machines]
         return "\n".join(lines)
-
-
-def not_finite_remark(levels: Iterable[Agreement]) -> str:
-    """How many output values are not finite at any level, in words; empty where all are finite."""
-    fraction = max((level.not_finite for level in levels), default=0.0)
-    values = "all values" if fraction == 1 else f"{fraction:.2%} of the values"
-    return f"not finite: {values} are NaN or infinite, at the same places in both" if fraction else ""
 
 
 def verify_onnx(
@@ -202,11 +170,12 @@ def verify_onnx(
             others.add(inputs)
             samples += batch_size(inputs)
         zeros = "" if first is None else _lost_on_zeros(path, model, first, sessions)
-    levels = _agreements(outputs, [] if random else unrounded, other)
+    executions = _executions(outputs, [] if random else unrounded, other)
     allowed = steps_allowed(least_precise_dtype(model)), sys.float_info.max if signs else QUANTIZED_STEPS
-    reason = _reason_to_reject(levels, quantized, allowed, weight_only=weight_only)
+    reason = _reason_to_reject(executions, quantized, allowed, weight_only=weight_only)
     reason += "" if not reason or first is None else RANDOM if random else _place(path, model, first)
     reason, run = reason or zeros or _machine_that_differs(others.result()), other.record if other else None
+    levels = {execution.name: execution.whole for execution in executions}
     return _verification(levels, run, samples=samples, quantized=quantized, reason=reason, machines=others.result())
 
 
@@ -221,24 +190,34 @@ def _verification(levels: dict[str, Agreement], run: RuntimeRun | None, **known:
     return Verification(plain=levels["as written"], optimized=levels["optimized"], runtime=run, elsewhere=elsewhere, **known)
 
 
-def _agreements(
+def _executions(
     outputs: list[list[list[np.ndarray]]], unrounded: list[list[np.ndarray]], other: OtherRuntime | None
-) -> dict[str, Agreement]:
-    """How far each execution of a file agrees; DataError for no batch. outputs: of the model, the file, optimized, elsewhere."""
+) -> list[Execution]:
+    """Executions of a file beside its model; DataError for no batch. outputs: of the model, the file, optimized, elsewhere."""
     if not outputs[0]:
         raise DataError("verify_onnx: no batch was given")
-    names = ["model", "as written", "optimized", *([f"in {other.record.name}"] if other and outputs[3] else [])]
-    runs = dict(zip(names, outputs, strict=False))
-    wanted, *executed = map(_concatenated_outputs, runs.values())
-    heads = len({batch[0].shape[1:] for batch in outputs[0]})
-    levels = {name: compare(wanted, got, heads=heads) for name, got in zip(names[1:], executed, strict=True)}
+    names = ["as written", "optimized", *([f"in {other.record.name}"] if other and outputs[3] else [])]
+    wanted, *executed = map(_concatenated_outputs, outputs[: 1 + len(names)])
     if not unrounded:
-        return levels
-    few = {name: _concatenated_outputs(batches[: len(unrounded)]) for name, batches in runs.items()}
-    exact = usable_reference(few["model"], _concatenated_outputs(unrounded))
-    if exact is None:
-        return levels
-    return {name: beside_unrounded(level, few["model"], few[name], exact) for name, level in levels.items()}
+        return [Execution(name=name, wanted=wanted, got=got) for name, got in zip(names, executed, strict=True)]
+    model, *few = (_concatenated_outputs(batches[: len(unrounded)]) for batches in outputs[: 1 + len(names)])
+    exact = _concatenated_outputs(unrounded)
+    return [
+        Execution(name=name, wanted=wanted, got=got, few=(model, first, exact))
+        for name, got, first in zip(names, executed, few, strict=True)
+    ]
+
+
+def _reason_to_reject(
+    executions: Iterable[Execution], quantized: bool, allowed: tuple[float, float], *, weight_only: bool
+) -> str:
+    """Why a file fails, or "". allowed: the largest error in steps, of a float file and of a quantized one."""
+    within = WEIGHT_ONLY_WITHIN if weight_only else QUANTIZED_WITHIN
+    for execution in executions:
+        integers = quantized and not (weight_only and execution.name == "as written")
+        if reason := execution.reason_to_reject(integers=integers, most=allowed[integers], within=within):
+            return reason
+    return ""
 
 
 def _lost_on_zeros(path: str | Path, model: nn.Module, inputs: Inputs, sessions: Sequence[Any]) -> str:
@@ -280,16 +259,6 @@ def _run(run: Any, inputs: Inputs, path: str | Path) -> list[np.ndarray]:
     return [np.atleast_1d(v) for v in run_session(run, numpy_inputs(run, inputs, path), path)]
 
 
-def usable_reference(reference: list[np.ndarray], exact: list[np.ndarray]) -> list[np.ndarray] | None:
-    """The unrounded outputs; None where they say nothing of the file: where data decides their shape, rounding changes it, and a
-    quantization error as large as the outputs vary is one to which any file is near.
-    """
-    if [v.shape for v in reference] != [v.shape for v in exact]:
-        return None
-    centered = [v - v[np.isfinite(v)].mean() if np.isfinite(v).any() else v for v in exact]
-    return exact if _error_norm(reference, exact) < _error_norm(centered, [np.zeros_like(v) for v in centered]) else None
-
-
 def _batches_inside(model: nn.Module, batches: Iterable[Inputs], inside: str) -> tuple[nn.Module, Iterable[Inputs]]:
     """A submodule, and the inputs that it receives for each batch of the whole model."""
 
@@ -312,13 +281,13 @@ def _arrays(output: Any) -> list[np.ndarray]:
     return [np.atleast_1d(v.detach().float().cpu().numpy()) for v in tensors]
 
 
-def _concatenated_outputs(batches: list[list[np.ndarray]]) -> list[np.ndarray]:
+def _concatenated_outputs(batches: list[list[np.ndarray]]) -> Arrays:
     """Concatenate each output over all batches; one array per shape, where an output has several."""
-    joined: dict[tuple[int, tuple[int, ...]], list[np.ndarray]] = {}
+    joined: list[dict[tuple[int, ...], list[np.ndarray]]] = [{} for _ in range(max(map(len, batches)))]
     for batch in batches:
-        for i, output in enumerate(batch):
-            joined.setdefault((i, output.shape[1:]), []).append(output)
-    return [np.concatenate(joined[key]) for key in sorted(joined)]
+        for arrays, output in zip(joined, batch, strict=False):
+            arrays.setdefault(output.shape[1:], []).append(output)
+    return [[np.concatenate(arrays[shape]) for shape in sorted(arrays)] for arrays in joined]
 
 
 def _unrounded(model: nn.Module, inputs: Inputs) -> list[np.ndarray]:
@@ -331,119 +300,3 @@ def _unrounded(model: nn.Module, inputs: Inputs) -> list[np.ndarray]:
     finally:
         for part in parts:
             part.enable_(True)
-
-
-def beside_unrounded(
-    level: Agreement, reference: list[np.ndarray], outputs: list[np.ndarray], exact: list[np.ndarray]
-) -> Agreement:
-    """The agreement with its distances from the unrounded model. exact: outputs of a quantized model without rounding."""
-    error = max(_error_norm(reference, exact), 1e-30)
-    return replace(level, noise=_error_norm(reference, outputs) / error, excess=_error_norm(outputs, exact) / error)
-
-
-def compare(reference: list[np.ndarray], outputs: list[np.ndarray], *, heads: int = 1) -> Agreement:
-    """Compare outputs with reference outputs, over all samples at once.
-
-    heads: how many of the arrays, from the first, are predictions.
-
-    Raises ExportError for outputs of other shapes, or that are no numbers; DataError where they hold no values.
-    """
-    steps, same_infinities = [], 0
-    shapes = [[v.shape for v in values] for values in (reference, outputs)]
-    if len(reference) != len(outputs):
-        raise ExportError(f"the file gives outputs of shapes {shapes[1]} where the model gives {shapes[0]}")
-    reference, outputs = [_as_numbers(v) for v in reference], [_as_numbers(v) for v in outputs]
-    for wanted, got in zip(reference, outputs, strict=True):
-        if wanted.shape != got.shape:
-            raise ExportError(f"the file gives an output of shape {got.shape} where the model gives {wanted.shape}")
-        with np.errstate(invalid="ignore"):  # inf - inf
-            error = np.abs(wanted.astype(np.float64) - got)
-        equal = (wanted == got) | (np.isnan(wanted) & np.isnan(got))  # a masked logit of -inf agrees with itself
-        error[equal] = 0
-        same_infinities += int((equal & ~np.isfinite(wanted)).sum())
-        steps.append(error.ravel() / _step(wanted))
-    errors = np.nan_to_num(np.concatenate(steps or [np.zeros(0)]), nan=np.inf, posinf=np.inf)
-    if not errors.size:
-        raise DataError(f"the outputs hold no values to compare, got shapes {shapes[0]}; give inputs with at least one row")
-    classes = all(v.ndim > 1 and v.shape[_class_dim(v)] > 1 for v in reference[:heads])
-    compared = [_compare_classes(*pair) for pair in zip(reference[:heads], outputs, strict=False)] if classes else []
-    same, flips = (np.concatenate([pair[i] for pair in compared] or [np.zeros(1)]) for i in (0, 1))
-    return Agreement(
-        agreement=float(same.mean()) if classes else None,
-        flips=float(flips.mean()),
-        within_one=float((errors <= 1).mean()),
-        within_two=float((errors <= 2).mean()),
-        largest=float(errors.max()),
-        not_finite=same_infinities / errors.size,
-    )
-
-
-def _as_numbers(output: np.ndarray) -> np.ndarray:
-    """An output that can be subtracted: truth values as 0 and 1."""
-    if output.dtype.kind not in "biuf":
-        raise ExportError(f"an output holds {output.dtype}; only numbers and truth values are compared, so drop it from the file")
-    return output.astype(np.float32) if output.dtype.kind == "b" else output
-
-
-def _class_dim(output: np.ndarray) -> int:
-    """Dimension of the classes: (samples, classes, ...), or (samples, steps, classes) of a sequence."""
-    return 2 if output.ndim == 3 else 1
-
-
-def _compare_classes(wanted: np.ndarray, got: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each sample, whether the largest class is the same, and whether it is another that is no tie in `wanted`."""
-    dim = _class_dim(wanted)
-    best, other = (np.expand_dims(v.argmax(dim), dim) for v in (wanted, got))
-    with np.errstate(invalid="ignore"):  # inf - inf
-        lead = np.take_along_axis(wanted, best, dim) - np.take_along_axis(wanted, other, dim)
-    return (best == other).ravel(), ((best != other) & ~(lead <= 2 * _step(wanted))).ravel()
-
-
-def _step(reference: np.ndarray) -> float:
-    """1/255 of the range of the finite values; of their size, where they are all the same."""
-    finite = reference[np.isfinite(reference)].astype(np.float64)  # the range of half precision may be none of its numbers
-    span = float(np.ptp(finite)) if finite.size else 0.0
-    return (span or max(1.0, float(np.abs(finite).max(initial=0)))) / 255
-
-
-def _error_norm(a: list[np.ndarray], b: list[np.ndarray]) -> float:
-    """Root of the sum of all squared differences; entries that are not finite are left out."""
-    total = 0.0
-    for x, y in zip(a, b, strict=True):
-        finite = np.isfinite(x) & np.isfinite(y)
-        total += float(np.square(x[finite].astype(np.float64) - y[finite]).sum())
-    return float(np.sqrt(total))
-
-
-def steps_allowed(dtype: torch.dtype) -> float:
-    """Largest error of a float file, in steps: 0.1 for fp32; for half precision eight roundings (2 in fp16, 16 in bf16)."""
-    return FLOAT_STEPS if dtype in (torch.float32, torch.float64) else 8 * 255 * torch.finfo(dtype).eps
-
-
-def _reason_to_reject(
-    levels: Mapping[str, Agreement], quantized: bool, allowed: tuple[float, float], *, weight_only: bool
-) -> str:
-    """Why a file fails, or "". allowed: the largest error in steps, of a float file and of a quantized one."""
-    within = WEIGHT_ONLY_WITHIN if weight_only else QUANTIZED_WITHIN
-    for name, level in levels.items():
-        if level.not_finite == 1:
-            return f"{name}: no output value is finite, so nothing was compared"
-        integers = quantized and not (weight_only and name == "as written")
-        if not integers and level.largest > allowed[0]:
-            return f"{name}: the largest error is {level.largest:.3g} steps, a file of this precision may have {allowed[0]:.3g}"
-        if not integers or _is_within_noise(level):
-            continue
-        if level.flips > 1 - QUANTIZED_AGREEMENT:
-            return f"{name}: the largest class agrees on {level.agreement:.2%} of the samples, wanted {QUANTIZED_AGREEMENT:.0%}"
-        if level.largest > allowed[1]:
-            return f"{name}: the largest error is {level.largest:.3g} steps, a quantized file may have {allowed[1]:.3g}"
-        if level.within_two < within:
-            return f"{name}: {level.within_two:.2%} of the values lie within two steps, wanted {within:.0%}"
-    return ""
-
-
-def _is_within_noise(level: Agreement) -> bool:
-    """Whether the error is small next to the quantization error, or the file as near to the unrounded model as the simulation."""
-    if level.noise is None or level.excess is None or not np.isfinite(level.largest):
-        return False
-    return level.noise <= QUANTIZED_NOISE or level.excess <= QUANTIZED_EXCESS

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import networks
 import numpy as np
 import onnx
@@ -13,7 +15,7 @@ from torch import nn
 
 import compresskit as ck
 from compresskit.base.errors import DataError, ExportError
-from compresskit.export.check import verify
+from compresskit.export.check import agreement, verify
 from compresskit.quant import quantize_dynamic, quantize_static
 
 
@@ -113,7 +115,7 @@ def test_files_that_do_not_load_are_refused(tmp_path) -> None:
 
 
 def test_errors_are_counted_in_steps() -> None:
-    from compresskit.export.check.verify import compare
+    from compresskit.export.check.agreement import compare
 
     wanted = np.linspace(0, 255, 256, dtype=np.float32).reshape(-1, 1)
     level = compare([wanted], [wanted + np.where(np.arange(256) % 4 == 0, 1.5, 0.5).reshape(-1, 1)])
@@ -126,18 +128,18 @@ def test_errors_are_counted_in_steps() -> None:
 
 def test_values_that_are_not_finite_agree_at_the_same_places() -> None:
     wanted = np.array([[1.0, np.nan], [np.inf, -np.inf]], np.float32)
-    level = verify.compare([wanted], [wanted.copy()])
+    level = agreement.compare([wanted], [wanted.copy()])
     assert (level.largest, level.within_one, level.not_finite) == (0, 1, 0.75)
     for other in (np.nan, -np.inf, np.inf, 2.0):
         if other != wanted[1, 0]:
             moved = wanted.copy()
             moved[1, 0] = other
-            assert verify.compare([wanted], [moved]).largest == np.inf
+            assert agreement.compare([wanted], [moved]).largest == np.inf
     moved = wanted.copy()
     moved[0, 0] = np.nan
-    assert verify.compare([wanted], [moved]).largest == np.inf
+    assert agreement.compare([wanted], [moved]).largest == np.inf
     half = np.array([[-60000.0], [60000.0]], np.float16)  # its range is no number of that precision
-    assert verify.compare([half], [np.flip(half, 0)]).largest == pytest.approx(255)
+    assert agreement.compare([half], [np.flip(half, 0)]).largest == pytest.approx(255)
 
 
 def test_a_model_without_a_finite_output_is_no_proof(tmp_path) -> None:
@@ -177,16 +179,64 @@ def test_a_file_that_fails_on_zeros_alone_is_refused(tmp_path) -> None:
     assert ck.verify_onnx(path, Share(1e-8, positive=True), [(x,)]).passed
 
 
+class Detector(nn.Module):
+    """Boxes of some hundred pixels, and scores between 0 and 1: two outputs, or one."""
+
+    def __init__(self, joined: bool, scale: float = 1.0) -> None:
+        super().__init__()
+        self.joined, self.scale = joined, scale
+        self.body = nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1), nn.ReLU())
+        self.boxes, self.scores = nn.Conv2d(16, 4, 1), nn.Conv2d(16, 3, 1)
+
+    def forward(self, x):
+        y = self.body(x)
+        boxes, scores = self.boxes(y) * 100 + 320, self.scores(y).sigmoid() * self.scale
+        return torch.cat([boxes, scores], 1).flatten(2) if self.joined else (boxes, scores)
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_small_outputs_beside_large_ones_are_compared_in_a_float_file(joined, tmp_path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(16, 3, 16, 16)
+    models = [Detector(joined), Detector(joined, scale=0.8)]
+    models[1].load_state_dict(models[0].state_dict())
+    path = ck.export_onnx(models[0], tmp_path / "f.onnx", (x,))
+    assert ck.verify_onnx(path, models[0], [(x,)]).passed
+    found = ck.verify_onnx(path, models[1], [(x,)])
+    where = "as written: entry [456] of dimension 1" if joined else "as written, output 1"
+    assert re.match(f"{where}: the largest error is", found.reason)
+    assert found.plain.within_one == 1 or not joined
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_small_outputs_beside_large_ones_are_compared_in_a_quantized_file(joined, tmp_path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(32, 3, 16, 16)
+    quantized = ck.quant.quantize_static(Detector(joined).eval(), [(x,)])
+    path = ck.export_onnx(quantized, tmp_path / "f.onnx", (x,))
+    assert ck.verify_onnx(path, quantized, [(x,)]).passed
+    proto = onnx.load(path)
+    graph, at = proto.graph, next(i for i, node in enumerate(proto.graph.node) if node.op_type == "Sigmoid")
+    sigmoid = graph.node[at]
+    name, sigmoid.output[0] = sigmoid.output[0], "right"
+    graph.initializer.append(onnx.numpy_helper.from_array(np.float32(0.7), "factor"))
+    graph.node.insert(at + 1, onnx.helper.make_node("Mul", ["right", "factor"], [name]))
+    onnx.save(proto, path)
+    found = ck.verify_onnx(path, quantized, [(x,)])
+    where = "as written: entry [456] of dimension 1 is .* times as far" if joined else "as written, output 1: "
+    assert re.match(where, found.reason)
+
+
 def test_only_numbers_are_compared() -> None:
     yes = np.array([[True, False]])
-    assert verify.compare([yes], [yes]).largest == 0
-    assert verify.compare([yes], [~yes]).within_two == 0
+    assert agreement.compare([yes], [yes]).largest == 0
+    assert agreement.compare([yes], [~yes]).within_two == 0
     with pytest.raises(ExportError, match="an output holds object; only numbers and truth values are compared"):
-        verify.compare([np.array(["a"], object)], [np.array(["a"], object)])
+        agreement.compare([np.array(["a"], object)], [np.array(["a"], object)])
     with pytest.raises(
         DataError, match=r"the outputs hold no values to compare, got shapes \[\(0, 4\)\]; give inputs with at least"
     ):
-        verify.compare([np.zeros((0, 4))], [np.zeros((0, 4))])
+        agreement.compare([np.zeros((0, 4))], [np.zeros((0, 4))])
 
 
 def test_a_file_that_draws_other_random_numbers_is_refused(tmp_path) -> None:
@@ -203,7 +253,7 @@ def test_a_file_that_draws_other_random_numbers_is_refused(tmp_path) -> None:
 
 
 def test_closeness_to_the_unrounded_model_is_no_proof_where_rounding_destroys_the_outputs() -> None:
-    from compresskit.export.check.verify import usable_reference
+    from compresskit.export.check.agreement import usable_reference
 
     exact = [np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)]
     assert usable_reference([exact[0] + 0.1], exact) is exact
@@ -239,7 +289,7 @@ def test_ties_between_classes_do_not_refuse_a_weight_only_file(tmp_path) -> None
 
 
 def test_classes_within_two_steps_are_ties() -> None:
-    from compresskit.export.check.verify import compare
+    from compresskit.export.check.agreement import compare
 
     wanted = np.array([[0, 255, 254], [0, 255, 200], [0, 10, 5]], dtype=np.float32)
     got = np.array([[0, 254, 255], [0, 200, 255], [0, 10, 5]], dtype=np.float32)

@@ -13,7 +13,7 @@ from torch import nn
 
 import compresskit as ck
 from compresskit.base.errors import CheckpointError, ModelError, SettingError
-from compresskit.export.check.verify import QUANTIZED_STEPS
+from compresskit.export.check.agreement import QUANTIZED_STEPS
 from compresskit.graph.replacements import Signed
 from compresskit.graph.surgery import restructure_, structure
 from compresskit.quant import quantize_weights

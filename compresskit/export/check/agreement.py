@@ -1,0 +1,305 @@
+"""How far outputs agree with reference outputs, in steps of 1/255 of a range, and whether that is near enough.
+
+Each output is judged alone, and so are its parts: all that has one index in dimension 1, as the channels of a map, or in the last
+one, as the features of a sequence. The whole would hide the scores of a detector, between 0 and 1, behind its boxes of some
+hundred pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from compresskit.base.errors import DataError, ExportError
+
+#: Limits for a file to pass. FLOAT_STEPS: largest error of a float file, in steps. QUANTIZED_AGREEMENT and QUANTIZED_WITHIN:
+#: fraction of samples whose largest class agrees, and of values within two steps. Or QUANTIZED_NOISE: error as a fraction of the
+#: quantization error. Or QUANTIZED_EXCESS: distance from the unrounded model as a fraction of the simulation's distance.
+FLOAT_STEPS, QUANTIZED_AGREEMENT, QUANTIZED_WITHIN, QUANTIZED_NOISE, QUANTIZED_EXCESS = 0.1, 0.98, 0.97, 0.7, 1.1
+WEIGHT_ONLY_WITHIN = 0.9  # fraction within two steps where only weights are rounded: the quantization error is not known
+QUANTIZED_STEPS = 16  # largest error: a single wrong output among many is an error, not a rounding
+FINER = 16  # steps of a part are at most so many times smaller than those of the whole, whose larger values round its own
+FEWEST = 32  # values of a part whose distances mean something
+TIMES_AS_FAR = 4  # as the simulation, from the unrounded model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """How far the outputs of a file agree with a reference, at one optimization level of ONNX Runtime.
+
+    A step is 1/255 of the range of the reference output.
+
+    Attributes:
+        agreement: fraction of samples with the same largest class; None where the output has no classes. Classes lie in dimension
+            1, of three-dimensional outputs (sequences) in the last.
+        within_one, within_two: fraction of output values that are at most one or two steps off.
+        largest: largest error, in steps.
+        noise: root mean square error, as a fraction of the quantization error; None where that is unknown, as for a float model.
+            Both are of the first batches, of 1,000 samples at least where there are as many.
+        excess: root mean square distance of the file from the unrounded model, as a fraction of the simulation's distance; None
+            where `noise` is.
+        flips: fraction of samples with another largest class that are no ties: in the reference, the two classes lie more than
+            two steps apart.
+        not_finite: fraction of output values that are NaN or the same infinity in both, which counts as agreement.
+    """
+
+    agreement: float | None
+    within_one: float
+    within_two: float
+    largest: float
+    noise: float | None = None
+    excess: float | None = None
+    flips: float = 0.0
+    not_finite: float = 0.0
+
+
+def not_finite_remark(levels: Iterable[Agreement]) -> str:
+    """How many output values are not finite at any level, in words; empty where all are finite."""
+    fraction = max((level.not_finite for level in levels), default=0.0)
+    values = "all values" if fraction == 1 else f"{fraction:.2%} of the values"
+    return f"not finite: {values} are NaN or infinite, at the same places in both" if fraction else ""
+
+
+def usable_reference(reference: list[np.ndarray], exact: list[np.ndarray]) -> list[np.ndarray] | None:
+    """The unrounded outputs; None where they say nothing of the file: where data decides their shape, rounding changes it, and a
+    quantization error as large as the outputs vary is one to which any file is near.
+    """
+    if [v.shape for v in reference] != [v.shape for v in exact]:
+        return None
+    centered = [v - v[np.isfinite(v)].mean() if np.isfinite(v).any() else v for v in exact]
+    return exact if _error_norm(reference, exact) < _error_norm(centered, [np.zeros_like(v) for v in centered]) else None
+
+
+def beside_unrounded(
+    level: Agreement, reference: list[np.ndarray], outputs: list[np.ndarray], exact: list[np.ndarray]
+) -> Agreement:
+    """The agreement with its distances from the unrounded model. exact: outputs of a quantized model without rounding."""
+    error = max(_error_norm(reference, exact), 1e-30)
+    return replace(level, noise=_error_norm(reference, outputs) / error, excess=_error_norm(outputs, exact) / error)
+
+
+def compare(reference: list[np.ndarray], outputs: list[np.ndarray], *, heads: int = 1) -> Agreement:
+    """Compare outputs with reference outputs, over all samples at once.
+
+    heads: how many of the arrays, from the first, are predictions.
+
+    Raises ExportError for outputs of other shapes, or that are no numbers; DataError where they hold no values.
+    """
+    steps, same_infinities = [], 0
+    shapes = [[v.shape for v in values] for values in (reference, outputs)]
+    if len(reference) != len(outputs):
+        raise ExportError(f"the file gives outputs of shapes {shapes[1]} where the model gives {shapes[0]}")
+    reference, outputs = [_as_numbers(v) for v in reference], [_as_numbers(v) for v in outputs]
+    for wanted, got in zip(reference, outputs, strict=True):
+        if wanted.shape != got.shape:
+            raise ExportError(f"the file gives an output of shape {got.shape} where the model gives {wanted.shape}")
+        with np.errstate(invalid="ignore"):  # inf - inf
+            error = np.abs(wanted.astype(np.float64) - got)
+        equal = (wanted == got) | (np.isnan(wanted) & np.isnan(got))  # a masked logit of -inf agrees with itself
+        error[equal] = 0
+        same_infinities += int((equal & ~np.isfinite(wanted)).sum())
+        steps.append(error.ravel() / _step(wanted))
+    errors = np.nan_to_num(np.concatenate(steps or [np.zeros(0)]), nan=np.inf, posinf=np.inf)
+    if not errors.size:
+        raise DataError(f"the outputs hold no values to compare, got shapes {shapes[0]}; give inputs with at least one row")
+    classes = all(v.ndim > 1 and v.shape[_class_dim(v)] > 1 for v in reference[:heads])
+    compared = [_compare_classes(*pair) for pair in zip(reference[:heads], outputs, strict=False)] if classes else []
+    same, flips = (np.concatenate([pair[i] for pair in compared] or [np.zeros(1)]) for i in (0, 1))
+    return Agreement(
+        agreement=float(same.mean()) if classes else None,
+        flips=float(flips.mean()),
+        within_one=float((errors <= 1).mean()),
+        within_two=float((errors <= 2).mean()),
+        largest=float(errors.max()),
+        not_finite=same_infinities / errors.size,
+    )
+
+
+def _as_numbers(output: np.ndarray) -> np.ndarray:
+    """An output that can be subtracted: truth values as 0 and 1."""
+    if output.dtype.kind not in "biuf":
+        raise ExportError(f"an output holds {output.dtype}; only numbers and truth values are compared, so drop it from the file")
+    return output.astype(np.float32) if output.dtype.kind == "b" else output
+
+
+def _class_dim(output: np.ndarray) -> int:
+    """Dimension of the classes: (samples, classes, ...), or (samples, steps, classes) of a sequence."""
+    return 2 if output.ndim == 3 else 1
+
+
+def _compare_classes(wanted: np.ndarray, got: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For each sample, whether the largest class is the same, and whether it is another that is no tie in `wanted`."""
+    dim = _class_dim(wanted)
+    best, other = (np.expand_dims(v.argmax(dim), dim) for v in (wanted, got))
+    with np.errstate(invalid="ignore"):  # inf - inf
+        lead = np.take_along_axis(wanted, best, dim) - np.take_along_axis(wanted, other, dim)
+    return (best == other).ravel(), ((best != other) & ~(lead <= 2 * _step(wanted))).ravel()
+
+
+def _step(reference: np.ndarray) -> float:
+    """1/255 of the range of the finite values; of their size, where they are all the same."""
+    finite = reference[np.isfinite(reference)].astype(np.float64)  # the range of half precision may be none of its numbers
+    span = float(np.ptp(finite)) if finite.size else 0.0
+    return (span or max(1.0, float(np.abs(finite).max(initial=0)))) / 255
+
+
+def _error_norm(a: list[np.ndarray], b: list[np.ndarray]) -> float:
+    """Root of the sum of all squared differences; entries that are not finite are left out."""
+    total = 0.0
+    for x, y in zip(a, b, strict=True):
+        finite = np.isfinite(x) & np.isfinite(y)
+        total += float(np.square(x[finite].astype(np.float64) - y[finite]).sum())
+    return float(np.sqrt(total))
+
+
+def steps_allowed(dtype: torch.dtype) -> float:
+    """Largest error of a float file, in steps: 0.1 for fp32; for half precision eight roundings (2 in fp16, 16 in bf16)."""
+    return FLOAT_STEPS if dtype in (torch.float32, torch.float64) else 8 * 255 * torch.finfo(dtype).eps
+
+
+def float_part_that_differs(reference: Sequence[np.ndarray], outputs: Sequence[np.ndarray], allowed: float) -> str:
+    """Say which part of an output of a float file differs from the reference by more than it may; "" where none does.
+
+    Args:
+        reference, outputs: arrays of the output, one for each of its shapes.
+        allowed: the largest error, in steps of 1/255 of the part's own range.
+    """
+    for wanted, got in zip(reference, outputs, strict=True):
+        whole = _range(wanted.reshape(1, -1))[0]
+        for dim, (a, b) in _parts(wanted, got):
+            with np.errstate(invalid="ignore"):  # inf - inf
+                errors = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0, np.abs(a - b))
+            steps = np.nan_to_num(errors, nan=np.inf).max(1) / np.maximum(_range(a), whole / FINER or 1.0) * 255
+            if steps.max() > allowed:
+                at = int(steps.argmax())
+                return f"entry {at} of dimension {dim}: the largest error is {steps[at]:.3g} steps of its own range"
+    return ""
+
+
+def quantized_part_that_differs(
+    reference: Sequence[np.ndarray], outputs: Sequence[np.ndarray], exact: Sequence[np.ndarray]
+) -> str:
+    """Say which part of an output of a quantized file is far from the unrounded model where the simulation is near; "" where none
+    is.
+
+    reference, outputs, exact: arrays of the output, one for each of its shapes: of the simulation, the file, and the simulation
+    without rounding.
+    """
+    for arrays in zip(reference, outputs, exact, strict=True):
+        for dim, (wanted, got, right) in _parts(*arrays):
+            if wanted.shape[1] < FEWEST:
+                continue
+            least = np.maximum(_distances(wanted, right), _range(right) / 255)
+            times = np.minimum(_distances(got, right), _distances(got, wanted)) / np.where(least, least, np.inf)
+            if times.max() > TIMES_AS_FAR:
+                at = int(times.argmax())
+                return f"entry {at} of dimension {dim} is {times[at]:.3g} times as far from the unrounded model as the simulation"
+    return ""
+
+
+def _parts(*arrays: np.ndarray) -> Iterator[tuple[int, list[np.ndarray]]]:
+    """(dimension, arrays of shape (parts, values)) for each dimension that parts lie in."""
+    rank = arrays[0].ndim
+    for dim in dict.fromkeys([1, rank - 1] if rank > 1 else []):
+        if arrays[0].size and arrays[0].shape[dim] > 1:
+            yield dim, [np.moveaxis(v, dim, 0).reshape(v.shape[dim], -1).astype(np.float64) for v in arrays]
+
+
+def _range(parts: np.ndarray) -> np.ndarray:
+    """Largest minus smallest finite value of each part; 0 where there is none."""
+    parts = parts.astype(np.float64)
+    finite = np.isfinite(parts)
+    high, low = np.where(finite, parts, -np.inf).max(1), np.where(finite, parts, np.inf).min(1)
+    return np.where(finite.any(1), high - low, 0.0)
+
+
+def _distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Root mean square difference of each part; entries that are not finite are left out."""
+    finite = np.isfinite(a) & np.isfinite(b)
+    squares = np.square(np.where(finite, a, 0) - np.where(finite, b, 0))
+    return np.sqrt(squares.sum(1) / np.maximum(finite.sum(1), 1))
+
+
+Arrays = list[list[np.ndarray]]  # of each output, one for each of its shapes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """Outputs of one execution of a file, beside those of its model.
+
+    Attributes:
+        name: of the execution.
+        wanted, got: outputs of the model and of the file.
+        few: outputs of the first batches: of the model, of the file, and of the model without rounding; None for a float model.
+    """
+
+    name: str
+    wanted: Arrays
+    got: Arrays
+    few: tuple[Arrays, Arrays, Arrays] | None = None
+    whole: Agreement = field(init=False)  # of all outputs together
+
+    def __post_init__(self) -> None:
+        few = None if self.few is None else tuple([v for output in arrays for v in output] for arrays in self.few)
+        wanted, got = ([v for output in arrays for v in output] for arrays in (self.wanted, self.got))
+        object.__setattr__(self, "whole", _agreement(wanted, got, few, heads=len(self.wanted[0]) if self.wanted else 0))
+
+    def reason_to_reject(self, *, integers: bool, most: float, within: float) -> str:
+        """Why the file fails, or "".
+
+        Args:
+            integers: whether it computes in integers.
+            most: the largest error, in steps.
+            within: fraction of the values within two steps, of a file in integers.
+        """
+        if self.whole.not_finite == 1:
+            return f"{self.name}: no output value is finite, so nothing was compared"
+        for i, (wanted, got) in enumerate(zip(self.wanted, self.got, strict=True)):
+            few = None if self.few is None else (self.few[0][i], self.few[1][i], self.few[2][i])
+            if not any(v.size for v in wanted):
+                continue
+            level = self.whole if len(self.wanted) == 1 else _agreement(wanted, got, few, heads=0 if i else len(wanted))
+            reason = _reason_of_integers(level, most, within) if integers else _reason_of_floats(level, most)
+            if not reason and not integers and most <= FLOAT_STEPS:
+                reason = float_part_that_differs(wanted, got, most)
+            if not reason and integers and few and usable_reference(few[0], few[2]):
+                reason = quantized_part_that_differs(*few)
+            if reason:
+                return f"{self.name}{f', output {i}' if len(self.wanted) > 1 else ''}: {reason}"
+        return ""
+
+
+def _agreement(
+    wanted: list[np.ndarray], got: list[np.ndarray], few: tuple[list[np.ndarray], ...] | None, *, heads: int
+) -> Agreement:
+    level = compare(wanted, got, heads=heads)
+    exact = few and usable_reference(few[0], few[2])
+    return beside_unrounded(level, few[0], few[1], exact) if few and exact else level
+
+
+def _reason_of_floats(level: Agreement, most: float) -> str:
+    if level.largest <= most:
+        return ""
+    return f"the largest error is {level.largest:.3g} steps, a file of this precision may have {most:.3g}"
+
+
+def _reason_of_integers(level: Agreement, most: float, within: float) -> str:
+    if _is_within_noise(level):
+        return ""
+    if level.flips > 1 - QUANTIZED_AGREEMENT:
+        return f"the largest class agrees on {level.agreement:.2%} of the samples, wanted {QUANTIZED_AGREEMENT:.0%}"
+    if level.largest > most:
+        return f"the largest error is {level.largest:.3g} steps, a quantized file may have {most:.3g}"
+    if level.within_two < within:
+        return f"{level.within_two:.2%} of the values lie within two steps, wanted {within:.0%}"
+    return ""
+
+
+def _is_within_noise(level: Agreement) -> bool:
+    """Whether the error is small next to the quantization error, or the file as near to the unrounded model as the simulation."""
+    if level.noise is None or level.excess is None or not np.isfinite(level.largest):
+        return False
+    return level.noise <= QUANTIZED_NOISE or level.excess <= QUANTIZED_EXCESS
