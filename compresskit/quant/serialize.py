@@ -19,6 +19,7 @@ from compresskit.graph.surgery import restructure_
 from compresskit.quant.accuracy_target.mixed_model import rebuild_mixed
 from compresskit.quant.build import build_quantized
 from compresskit.quant.dynamic.insert_dynamic import build_dynamic
+from compresskit.quant.dynamic.placement_dynamic import zeros_as_recorded
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.bit_widths import TARGET_BITS, bits_from_record
 from compresskit.quant.numerics.observers import MinMax
@@ -51,6 +52,8 @@ def record(model: Quantized) -> dict[str, Any]:
 def rebuild(model: nn.Module, saved: dict[str, Any]) -> Quantized:
     """Rebuild a quantized model from a float model of the same class; its ranges and weights still have to be loaded.
 
+    What was decided by the values of weights is read from the record, since those of the model given say nothing.
+
     Args:
         model: a float model; its modules are cut to the recorded shapes in place.
         saved: what `record` returned.
@@ -66,30 +69,21 @@ def rebuild(model: nn.Module, saved: dict[str, Any]) -> Quantized:
         skip, floating, dynamic = tuple(origin["skip"]), dict(origin.get("floating", {})), _dynamic(saved["dynamic"])
         bits = bits_from_record(origin["bits"]) if "bits" in origin else TARGET_BITS
         merges = tuple(MergedLayer(*map(str, merge)) for merge in origin.get("merges", ()))
+        zeros = {str(name): str(reason) for name, reason in placement["floating"].items()}
     except (KeyError, TypeError, ValueError, AttributeError, SettingError) as error:
         raise CheckpointError(f"not the record of a quantized model: {type(error).__name__} {error}") from None
-    quantized: Quantized
-    if "mixed" in origin:
-        quantized = rebuild_mixed(model, example, origin, target, skip=skip, floating=floating, dynamic=dynamic, merges=merges)
-    elif "plan" in saved:
-        quantized = rebuild_weights(model, example, origin, saved["plan"], skip=skip, dynamic=dynamic, merges=merges)
-    elif how is None:
-        quantized = build_quantized(
-            model, example, target, MinMax, skip=skip, floating=floating, dynamic=dynamic, bits=bits, merges=merges
-        )
-    else:
-        operators, weights = tuple(map(str, how["operators"])), how["weights"] and Scheme(**how["weights"])
-        quantized = build_dynamic(
-            model,
-            example,
-            target,
-            weights=weights,
-            operators=operators,
-            skip=skip,
-            floating=floating,
-            dynamic=dynamic,
-            merges=merges,
-        )
+    settings: dict[str, Any] = {"skip": skip, "dynamic": dynamic, "merges": merges}
+    with zeros_as_recorded(zeros):
+        quantized: Quantized
+        if "mixed" in origin:
+            quantized = rebuild_mixed(model, example, origin, target, floating=floating, **settings)
+        elif "plan" in saved:
+            quantized = rebuild_weights(model, example, origin, saved["plan"], **settings)
+        elif how is None:
+            quantized = build_quantized(model, example, target, MinMax, floating=floating, bits=bits, **settings)
+        else:
+            operators, weights = tuple(map(str, how["operators"])), how["weights"] and Scheme(**how["weights"])
+            quantized = build_dynamic(model, example, target, weights=weights, operators=operators, floating=floating, **settings)
     try:
         remedies = tuple(Remedy(**remedy) for remedy in origin.get("remedies", ()))
         measured = MeasuredPlacement(**origin["measured"]) if "measured" in origin else None

@@ -1,22 +1,24 @@
 """Save and load any model of the library: `save(model, folder)`, `load(fresh model of the same class, folder)`.
 
 model.safetensors      the values
-structure.json         the shapes (of a pruned model), or how the model, or parts of it, were quantized
+structure.json         the shapes (of a pruned model, or around quantized parts); how the model, or parts of it, were quantized
 masks.safetensors      which weights are held at zero, one bit each, where the model carries masks
 snapshots.safetensors  weights on the way through the training, where a later stage rewinds to them
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from compresskit.base.errors import CheckpointError, ModelError
 from compresskit.base.files import FORMAT, read_json, read_tensors, write_json, write_tensors
 from compresskit.graph.masks import Masks, attach_masks_, detach_masks_, masks_of
-from compresskit.graph.surgery import copy_model, owner, restructure_, structure
+from compresskit.graph.surgery import copy_model, owner, restructure_, set_tensor_, structure
 from compresskit.quant.model import Quantized
 from compresskit.quant.serialize import rebuild
 from compresskit.quant.serialize import record as quantization_record
@@ -49,6 +51,7 @@ def save(model: nn.Module, folder: str | Path) -> None:
         record |= quantization_record(converted[""])
     else:
         record |= {"kind": "parts", "parts": {name: quantization_record(part) for name, part in converted.items()}}
+        record["structure"] = {what: _outside(named, converted) for what, named in structure(model).items()}
     if masks is not None:
         write_tensors(folder / MASKS, masks.state())
         record["masks"] = {"removed": masks.removed, "total": masks.total}
@@ -67,17 +70,20 @@ def load(model: nn.Module, folder: str | Path) -> nn.Module:
     """Load a saved model. Nothing in the files is executed.
 
     Args:
-        model: a float model of the class that the saved one came from; its weights do not matter. It is not changed.
+        model: a float model of the class that the saved one came from; its weights do not matter, and may be on the device
+            "meta". It is not changed.
         folder: that `save` wrote.
 
     Returns:
         A new model, with the saved structure (pruned shapes, quantization), values and masks.
 
-    Raises CheckpointError where a file is missing or damaged, or of another model.
+    Raises CheckpointError where a file is missing or damaged, or of another model; ModelError for a model on the device "meta"
+    with a tensor that no file holds.
     """
     folder = Path(folder)
     saved = read_json(folder / STRUCTURE, "a model's structure")
     model = copy_model(model)
+    _off_meta_(model)
     detach_masks_(model)  # its masks were for other weights
     if saved.get("kind") in ("parts", "quantized"):
         # Read before the model is built again, which takes long.
@@ -91,6 +97,20 @@ def load(model: nn.Module, folder: str | Path) -> nn.Module:
     if "masks" in saved:
         _load_masks_(loaded, folder / MASKS, saved["masks"])
     return loaded
+
+
+def _off_meta_(model: nn.Module) -> None:
+    """Give tensors on the device "meta", which has no values to load into, zeros on the CPU, in place; tied ones stay tied."""
+    unsaved = dict(model.named_buffers(remove_duplicate=False)).keys() - model.state_dict().keys()
+    for name, value in [*model.named_parameters(), *model.named_buffers(remove_duplicate=False)]:
+        if not value.is_meta:
+            continue
+        if name in unsaved:
+            raise ModelError(
+                f"{type(model).__name__}: its buffer {name} is on the device 'meta' and in no state dict (persistent=False), so"
+                " that nothing tells its values; make the model without torch.device('meta')"
+            )
+        set_tensor_(model, name, torch.zeros_like(value, device="cpu"))
 
 
 def _resized_(model: nn.Module, record: Any, tensors: dict[str, Tensor], folder: Path) -> nn.Module:
@@ -114,6 +134,8 @@ def _rebuilt(model: nn.Module, saved: dict[str, Any], where: Path) -> nn.Module:
         for name, part in saved["parts"].items():
             owner(model, f"{name}.weight")  # raises where there is no such module
             model.set_submodule(name, rebuild(model.get_submodule(name), part))
+        if "structure" in saved:  # files of earlier versions lack it: the rest is then as it is in the model given
+            _restructure_outside_(model, saved["structure"], saved["parts"])
         return model
     except CheckpointError:
         raise
@@ -124,6 +146,19 @@ def _rebuilt(model: nn.Module, saved: dict[str, Any], where: Path) -> nn.Module:
         ) from error
     except Exception as error:
         raise CheckpointError(f"{where}: not the record of a quantized model ({error!r}); delete the folder") from error
+
+
+def _outside(named: dict[str, Any], parts: Collection[str]) -> dict[str, Any]:
+    """What has a dotted name that is in none of some parts of a model."""
+    return {name: value for name, value in named.items() if not any(f"{name}.".startswith(f"{part}.") for part in parts)}
+
+
+def _restructure_outside_(model: nn.Module, record: dict[str, Any], parts: Collection[str]) -> None:
+    """Give a model whose parts are quantized the recorded shapes and replaced modules in what is around them."""
+    here = structure(model)
+    inside = {what: here[what].keys() - _outside(here[what], parts).keys() for what in ("tensors", "modules")}
+    whole = {what: record[what] | {name: here[what][name] for name in names} for what, names in inside.items()}
+    restructure_(model, whole | {"replaced": record.get("replaced", {})})
 
 
 def _load_masks_(model: nn.Module, path: Path, saved: Any) -> None:

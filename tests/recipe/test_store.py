@@ -11,6 +11,7 @@ import networks
 import pytest
 import torch
 from networks import image
+from torch import nn
 
 import compresskit as ck
 from compresskit import prune
@@ -130,3 +131,94 @@ def test_a_file_where_the_folder_should_be_is_refused(tmp_path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"file: no folder can be made there \(File exists\); choose another one"):
         ck.save(networks.Chain(), tmp_path / "file")
+
+
+@pytest.mark.parametrize("prunes", [False, True], ids=["whole", "cut"])
+@pytest.mark.parametrize("kind", ["float", "static", "dynamic", "weights"])
+def test_a_model_without_values_is_loaded(kind, prunes, tmp_path) -> None:
+    """A model made on the device "meta" has nothing that values could be copied into."""
+    x, made = torch.randint(0, 40, (4, 6)), {"static": lambda model, x: ck.quant.quantize_static(model, [x])}
+    made |= {"float": lambda model, x: model, "dynamic": ck.quant.quantize_dynamic, "weights": ck.quant.quantize_weights}
+    model = TiedWords().eval()
+    if prunes:
+        prune.apply_(model, prune.plan_channels(model, (x,), ck.keep(macs=0.7)))
+    saved = made[kind](model, x)
+    ck.save(saved, tmp_path)
+    with torch.device("meta"):
+        given = TiedWords()
+    loaded = ck.load(given, tmp_path).eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(x), saved(x))
+    assert kind != "float" or loaded.head.weight is loaded.words.weight
+    assert given.head.weight.is_meta
+
+
+class TiedWords(nn.Module):
+    """An LSTM, BatchNorm, and a head that is the table of words."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.rnn, self.inner = nn.Embedding(40, 16), nn.LSTM(16, 24, batch_first=True), nn.Linear(24, 32)
+        self.norm, self.outer, self.head = nn.BatchNorm1d(32), nn.Linear(32, 16), nn.Linear(16, 40, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids):
+        last = self.rnn(self.words(ids))[0][:, -1]
+        return self.head(self.outer(self.norm(self.inner(last)).relu()))
+
+
+def test_a_model_on_the_device_meta_with_a_table_that_no_file_holds_is_refused(tmp_path) -> None:
+    ck.save(networks.TableOfConstants(), tmp_path)
+    with torch.device("meta"):
+        given = networks.TableOfConstants()
+    message = r"TableOfConstants: its buffer table is on the device 'meta' and in no state dict \(persistent=False\), so that"
+    with pytest.raises(ModelError, match=message):
+        ck.load(given, tmp_path)
+
+
+def test_a_stage_after_pruning_loads_from_its_folder(tmp_path) -> None:
+    x, y = torch.randn(32, 16), torch.arange(32) % 4
+    task = ck.Task(train=[(x, y)], val=[(x, y)])
+    result = ck.Recipe(ck.Prune(budget=ck.keep(macs=0.6)), ck.DynamicQuant()).run(three_layers(), task, out=tmp_path / "run")
+    loaded = ck.load(three_layers(), tmp_path / "run" / "2-dynamicquant")
+    with torch.no_grad():
+        assert torch.equal(loaded(x), result.model(x))
+
+
+def three_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+
+
+class TwoParts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.top = three_layers(), nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 4))
+
+    def forward(self, x):
+        return self.top(self.body(x).relu())
+
+
+@pytest.mark.parametrize("meta", [False, True], ids=["values", "meta"])
+def test_a_pruned_model_of_which_a_part_is_quantized_is_loaded(meta, tmp_path) -> None:
+    x, model = torch.randn(8, 16), TwoParts().eval()
+    prune.apply_(model, prune.plan_channels(model, (x,), ck.keep(macs=0.6)))
+    assert model.body[0].out_features < 64
+    model.top = ck.quant.quantize_dynamic(model.top, model.body(x).relu().detach())
+    ck.save(model, tmp_path)
+    with torch.device("meta" if meta else "cpu"):
+        given = TwoParts()
+    loaded = ck.load(given, tmp_path).eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(x), model(x))
+    assert loaded.body[0].out_features == model.body[0].out_features
+
+
+def test_a_file_of_an_earlier_version_with_a_quantized_part_is_loaded(tmp_path) -> None:
+    """It says nothing of what is around the part."""
+    x, model = torch.randn(8, 16), TwoParts().eval()
+    model.top = ck.quant.quantize_dynamic(model.top, model.body(x).relu().detach())
+    ck.save(model, tmp_path)
+    record = json.loads((tmp_path / "structure.json").read_text())
+    ck.base.files.write_json(tmp_path / "structure.json", {k: v for k, v in record.items() if k not in ("structure", "sha256")})
+    with torch.no_grad():
+        assert torch.equal(ck.load(TwoParts(), tmp_path).eval()(x), model(x))

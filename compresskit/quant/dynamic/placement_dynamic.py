@@ -12,7 +12,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +49,25 @@ UNSUPPORTED = {
     "conv_transpose": "ONNX Runtime has no dynamic integer kernel for transposed convolutions",
     "batch_norm": "it could not be folded into the layer before it",
 }
+ALL_ZERO = "its weights are all zero"
+#: Names of the nodes that a record left float for their zeros, while a model is built again from it; else None.
+_recorded_zeros: ContextVar[frozenset[str] | None] = ContextVar("_recorded_zeros", default=None)
+
+
+@contextmanager
+def zeros_as_recorded(floating: Mapping[str, str]) -> Iterator[None]:
+    """Let `place_dynamic`, inside the block, read in a record which weights are all zero, and not look at those of the model.
+
+    Of a model that is built again, weights are loaded later: cut ones are zeros until then, those of a new head may be, and those
+    that were all zero may be others.
+
+    floating: of the recorded placement, the nodes that stayed float, each with its reason.
+    """
+    token = _recorded_zeros.set(frozenset(name for name, reason in floating.items() if reason == ALL_ZERO))
+    try:
+        yield
+    finally:
+        _recorded_zeros.reset(token)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,5 +202,7 @@ def _reason_for_float(
         return "both of its operands are computed: there is no weight to store"
     if kind == "conv" and node.target is aten.conv3d.default:
         return "ONNX Runtime has no integer kernel for three-dimensional convolutions"
-    values = get_tensor(module, str(parameter_name(weight)))
-    return None if bool(values.any()) else "its weights are all zero"
+    recorded = _recorded_zeros.get()
+    if recorded is not None:
+        return ALL_ZERO if node.name in recorded else None
+    return None if bool(get_tensor(module, str(parameter_name(weight))).any()) else ALL_ZERO
