@@ -65,7 +65,7 @@ def progress_bar(steps: Iterable[Any] | None = None, **settings: Any) -> tqdm[An
     return tqdm(steps, disable=silent, leave=False, **settings)
 
 
-class _Held(io.StringIO):
+class _HeldText(io.StringIO):
     """What is written to a stream while it is held."""
 
     def take_out(self, text: str) -> None:
@@ -77,9 +77,9 @@ class _Held(io.StringIO):
 
 
 @contextmanager
-def stderr_held() -> Iterator[_Held]:
+def stderr_held() -> Iterator[_HeldText]:
     """Hold what the block writes to standard error until it ends; what is taken out by then is not written."""
-    held = _Held()
+    held = _HeldText()
     try:
         with redirect_stderr(held):
             yield held

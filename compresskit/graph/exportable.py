@@ -134,13 +134,13 @@ def _replace_bounds_(module: fx.GraphModule) -> None:
             node.kwargs = {name: float(b) if isinstance(b, int) else b for name, b in node.kwargs.items()}
 
 
-_REVERSED = frozenset({aten.rsub.Scalar, aten.rsub.Tensor})
+_REVERSED_DIFFERENCES = frozenset({aten.rsub.Scalar, aten.rsub.Tensor})
 
 
 def _replace_reversed_differences_(module: fx.GraphModule) -> None:
     """Convert integers before `1.0 - mask` to the dtype of the result: the exporter knows no such operator of two dtypes."""
     for node in module.graph.nodes:
-        if node.target in _REVERSED and node.args[0].meta["val"].dtype != (dtype := node.meta["val"].dtype):
+        if node.target in _REVERSED_DIFFERENCES and node.args[0].meta["val"].dtype != (dtype := node.meta["val"].dtype):
             with module.graph.inserting_before(node):
                 node.args = (insert_call(node, aten.to.dtype, node.args[0], dtype), *node.args[1:])
 

@@ -72,7 +72,7 @@ def normalize_(module: fx.GraphModule) -> None:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
         elif is_inplace(node) and (functional := functional_form(node.target)) is not None:
-            _make_functional(node, functional)
+            _write_functional(node, functional)
         elif node.target in _PADDED_BY_NAME:
             _write_padding(graph, node)
         elif node.target in (aten.view.default, aten._unsafe_view.default):
@@ -105,7 +105,7 @@ def _argument_types(target: OpOverload) -> list[str]:
     return [str(argument.type) for argument in target._schema.arguments]
 
 
-def _make_functional(node: Node, functional: OpOverload) -> None:
+def _write_functional(node: Node, functional: OpOverload) -> None:
     """Call the functional operator; where its result has another dtype than the tensor that was written, convert it."""
     node.target = functional
     values = [n.meta.get("val") for n in node.all_input_nodes]

@@ -168,11 +168,11 @@ def float_part_that_differs(reference: Sequence[np.ndarray], outputs: Sequence[n
         allowed: the largest error, in steps of 1/255 of the part's own range.
     """
     for wanted, got in zip(reference, outputs, strict=True):
-        whole = _range(wanted.reshape(1, -1))[0]
-        for dim, (a, b) in _parts(wanted, got):
+        whole = _ranges_of(wanted.reshape(1, -1))[0]
+        for dim, (a, b) in _parts_of(wanted, got):
             with np.errstate(invalid="ignore"):  # inf - inf
                 errors = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0, np.abs(a - b))
-            steps = np.nan_to_num(errors, nan=np.inf).max(1) / np.maximum(_range(a), whole / FINER or 1.0) * 255
+            steps = np.nan_to_num(errors, nan=np.inf).max(1) / np.maximum(_ranges_of(a), whole / FINER or 1.0) * 255
             if steps.max() > allowed:
                 at = int(steps.argmax())
                 return f"entry {at} of dimension {dim}: the largest error is {steps[at]:.3g} steps of its own range"
@@ -189,10 +189,10 @@ def quantized_part_that_differs(
     without rounding.
     """
     for arrays in zip(reference, outputs, exact, strict=True):
-        for dim, (wanted, got, right) in _parts(*arrays):
+        for dim, (wanted, got, right) in _parts_of(*arrays):
             if wanted.shape[1] < FEWEST:
                 continue
-            least = np.maximum(_distances(wanted, right), _range(right) / 255)
+            least = np.maximum(_distances(wanted, right), _ranges_of(right) / 255)
             times = np.minimum(_distances(got, right), _distances(got, wanted)) / np.where(least, least, np.inf)
             if times.max() > TIMES_AS_FAR:
                 at = int(times.argmax())
@@ -200,7 +200,7 @@ def quantized_part_that_differs(
     return ""
 
 
-def _parts(*arrays: np.ndarray) -> Iterator[tuple[int, list[np.ndarray]]]:
+def _parts_of(*arrays: np.ndarray) -> Iterator[tuple[int, list[np.ndarray]]]:
     """(dimension, arrays of shape (parts, values)) for each dimension that parts lie in."""
     rank = arrays[0].ndim
     for dim in dict.fromkeys([1, rank - 1] if rank > 1 else []):
@@ -208,7 +208,7 @@ def _parts(*arrays: np.ndarray) -> Iterator[tuple[int, list[np.ndarray]]]:
             yield dim, [np.moveaxis(v, dim, 0).reshape(v.shape[dim], -1).astype(np.float64) for v in arrays]
 
 
-def _range(parts: np.ndarray) -> np.ndarray:
+def _ranges_of(parts: np.ndarray) -> np.ndarray:
     """Largest minus smallest finite value of each part; 0 where there is none."""
     parts = parts.astype(np.float64)
     finite = np.isfinite(parts)

@@ -142,14 +142,12 @@ def verify_onnx(
     others = MachineCheck(path, machines_named(machines))
     total, batches = len(batches) if isinstance(batches, Sized) else None, each_inputs(batches, "verify_onnx")
     threads = torch.get_num_threads()
-    as_written = session(path, optimize=False, threads=1 if _depends_on_threads(proto) else threads)
-    sessions = [as_written, session(path, threads=threads)]
-    if inside:
-        model, batches = _batches_inside(model, batches, inside)
+    as_written = 1 if _depends_on_threads(proto) else threads
+    sessions = [session(path, optimize=False, threads=as_written), session(path, threads=threads)]
+    model, batches = _batches_inside(model, batches, inside) if inside else (model, batches)
     parts = quantized_parts(model).values()
     other = next((OtherRuntime(path, part.runtime) for part in parts if part.runtime != "onnxruntime"), None)
-    signs = takes_signs(model)
-    quantized = bool(parts) or signs
+    signs, quantized = takes_signs(model), bool(parts) or takes_signs(model)
     weight_only = not signs and all(part.exact for part in parts)  # quantizers switched off leave rounded weights
     outputs: list[list[list[np.ndarray]]] = [[], [], [], []]
     unrounded, samples, first, random = list[list[np.ndarray]](), 0, None, False
@@ -175,8 +173,7 @@ def verify_onnx(
     reason = _reason_to_reject(executions, quantized, allowed, weight_only=weight_only)
     reason += "" if not reason or first is None else RANDOM if random else _place(path, model, first)
     reason, run = reason or zeros or _machine_that_differs(others.result()), other.record if other else None
-    levels = {execution.name: execution.whole for execution in executions}
-    return _verification(levels, run, samples=samples, quantized=quantized, reason=reason, machines=others.result())
+    return _verification(executions, run, samples=samples, quantized=quantized, reason=reason, machines=others.result())
 
 
 def _depends_on_threads(proto: Any) -> bool:
@@ -184,8 +181,9 @@ def _depends_on_threads(proto: Any) -> bool:
     return any(node.op_type == "DynamicQuantizeLSTM" for node in proto.graph.node)
 
 
-def _verification(levels: dict[str, Agreement], run: RuntimeRun | None, **known: Any) -> Verification:
+def _verification(executions: Iterable[Execution], run: RuntimeRun | None, **known: Any) -> Verification:
     """The record. run: of the runtime that the file was written for, where that is another."""
+    levels = {execution.name: execution.whole for execution in executions}
     elsewhere = levels.get(f"in {run.name}") if run else None
     return Verification(plain=levels["as written"], optimized=levels["optimized"], runtime=run, elsewhere=elsewhere, **known)
 
