@@ -4,6 +4,7 @@
     run_graph(module, inputs, visit)                visit(node, value) sees every value
     run_graph(module, inputs, until=node)           the value of one node; only what it depends on is run
     run_graph(module, inputs, compute=compute)      compute(node, value_of) computes in the place of `execute`
+    read_count(node)                                at how many places of the graph a value is read
 
 Values are freed after the last operator that reads them.
 """
@@ -62,6 +63,14 @@ def run_graph(
         if not pending[node]:
             del values[node]
     return value
+
+
+def read_count(node: Node) -> int:
+    """At how many places a graph reads a value. `node.users` holds each operator once: that of `x * x` reads x twice."""
+    reads: list[Node] = []
+    for user in node.users:
+        fx.map_arg((user.args, user.kwargs), reads.append)
+    return sum(read is node for read in reads)
 
 
 def execute(module: fx.GraphModule, node: Node, value_of: ValueOf) -> Any:

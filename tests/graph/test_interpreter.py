@@ -12,7 +12,7 @@ from networks import build, image
 from torch import Tensor, fx, nn
 
 from compresskit.graph.capture import capture
-from compresskit.graph.interpreter import execute, run_graph
+from compresskit.graph.interpreter import execute, read_count, run_graph
 from compresskit.graph.normalize import aten
 
 
@@ -89,3 +89,14 @@ def test_values_are_freed_after_their_last_reader() -> None:
     run_graph(module, (torch.randn(2, 3),), count)
     assert len(values) >= 7
     assert most <= 3  # the input of the caller, a value, and the one that is computed from it
+
+
+def test_reads_are_counted_by_place() -> None:
+    class Reads(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            x, y = torch.relu(x), torch.relu(y)
+            return torch.cat([x * x, x, y], 1)
+
+    module = capture(Reads(), (torch.randn(2, 3), torch.randn(2, 3))).module
+    x, y = (node for node in module.graph.nodes if node.target is aten.relu.default)
+    assert (read_count(x), len(x.users), read_count(y)) == (3, 2, 1)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from compresskit.graph.capture import parameter_name
-from compresskit.graph.layers.stored import CONVS, TRANSPOSED_CONVS, drop_unused_, fold_affine_, stored_value
+from compresskit.graph.layers.stored import CONVS, TRANSPOSED_CONVS, bias_of, drop_unused_, fold_affine_, stored_value
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import get_tensor
 
@@ -75,8 +75,10 @@ def _layer_before(norm: Node) -> Node | None:
     foldable = layer.target in CONVS or (layer.target is aten.linear.default and norm.meta["val"].ndim == 2)
     foldable = foldable or (layer.target in TRANSPOSED_CONVS and (len(layer.args) < 7 or layer.args[6] == 1))
     tracked = parameter_name(norm.args[3]) is not None and not norm.args[5]
-    stored = foldable and tracked and len(layer.users) == 1 and parameter_name(layer.args[1]) is not None
-    return layer if stored else None
+    if not (foldable and tracked) or len(layer.users) != 1 or layer.args[0] is layer.args[1]:
+        return None
+    given = [node for node in (layer.args[1], bias_of(layer), *norm.args[1:5]) if node is not None]
+    return layer if all(parameter_name(node) is not None for node in given) else None  # such as a weight that is exp(parameter)
 
 
 def _computes_as(layer: Node, norm: Node, other_layer: Node, other_norm: Node) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from compresskit.graph.capture import parameter_name
-from compresskit.graph.interpreter import run_graph
+from compresskit.graph.interpreter import read_count, run_graph
 from compresskit.graph.masks import MASK_PREFIX, copy_mask_
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import get_tensor
@@ -63,6 +63,17 @@ def readers_of(module: fx.GraphModule) -> dict[int, set[Node]]:
         if (name := parameter_name(node)) is not None:
             readers.setdefault(id(get_tensor(module, name)), set()).update(node.users)
     return readers
+
+
+def parameter_reads(module: fx.GraphModule) -> dict[str, int]:
+    """At how many places a graph reads each stored tensor, by its name; under all its names where it has several."""
+    places: dict[int, int] = {}
+    names: dict[str, int] = {}
+    for node in module.graph.nodes:
+        if (name := parameter_name(node)) is not None:
+            names[name] = id(get_tensor(module, name))
+            places[names[name]] = places.get(names[name], 0) + read_count(node)
+    return {name: places[tensor] for name, tensor in names.items()}
 
 
 def fold_affine_(module: fx.GraphModule, layer: Node, factor: Tensor, before: Tensor, after: Tensor) -> None:

@@ -10,16 +10,19 @@ from torch import fx, nn
 from compresskit.base.errors import ModelError
 from compresskit.base.inputs import Batches, first_and_all
 from compresskit.graph.capture import capture, parameter_name
-from compresskit.graph.layers.stored import CONVS
+from compresskit.graph.interpreter import read_count
+from compresskit.graph.layers.stored import CONVS, bias_of, parameter_reads
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.quantized import is_quantized
 from compresskit.graph.surgery import copy_model, get_tensor
+from compresskit.quant.calibration.smoothquant import keep_function_
 from compresskit.quant.numerics.scheme import channelwise
 
 #: Operators f with f(s x) = s f(x) for s > 0 and each channel.
 SCALE_EQUIVARIANT = frozenset(
     {aten.relu.default, aten.max_pool2d.default, aten.avg_pool2d.default, aten.adaptive_avg_pool2d.default}
 )
+_SPATIAL_POOLS = SCALE_EQUIVARIANT - {aten.relu.default}
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,12 @@ class _LayerPair:
     norm: tuple[str, str, str, float] | None
     reader: str
     depthwise: bool
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """Names of the tensors that are scaled, and of the weight whose ranges count."""
+        maker = self.norm[:2] if self.norm is not None else () if self.bias is None else (self.bias,)
+        return (self.weight, *maker, self.reader)
 
 
 def equalize_(model: nn.Module, batches: Batches, *, rounds: int = 20) -> int:
@@ -54,44 +63,48 @@ def equalize_(model: nn.Module, batches: Batches, *, rounds: int = 20) -> int:
     """
     if is_quantized(model):
         raise ModelError("equalize_: this model is quantized already; equalize the float model it came from")
-    captured = capture(copy_model(model), first_and_all(batches, "equalize_")[0])
+    first, _ = first_and_all(batches, "equalize_")
+    captured = capture(copy_model(model), first)
     pairs = _layer_pairs(captured.module)
     named = captured.module if captured.renamed else model
-    with torch.no_grad():
+
+    def change() -> int:
         for _ in range(rounds):
-            change = max((_equalize_pair_(named, pair) for pair in pairs), default=0.0)
-            if change < 1e-3:
+            if max((_equalize_pair_(named, pair) for pair in pairs), default=0.0) < 1e-3:
                 break
+        return len(pairs)
+
+    count = keep_function_(named, captured, first, {name for pair in pairs for name in pair.changed}, change, "equalize_")
     if captured.renamed:
         captured.copy_parameters_to_(model)
-    return len(pairs)
+    return count
 
 
 def _layer_pairs(module: fx.GraphModule) -> list[_LayerPair]:
-    reads: dict[str, int] = {}
-    for node in module.graph.nodes:
-        name = parameter_name(node)
-        if name is not None:
-            reads[name] = reads.get(name, 0) + len(node.users)
+    reads = parameter_reads(module)
     candidates = (_layer_pair(node) for node in module.graph.nodes if node.target in CONVS or node.target is aten.linear.default)
-    return [pair for pair in candidates if pair is not None and max(reads[pair.weight], reads[pair.reader]) == 1]
+    return [pair for pair in candidates if pair is not None and all(reads[name] == 1 for name in pair.changed)]
 
 
 def _layer_pair(layer: Node) -> _LayerPair | None:
-    weight, bias = parameter_name(layer.args[1]), parameter_name(layer.args[2]) if len(layer.args) > 2 else None
+    weight, bias = parameter_name(layer.args[1]), parameter_name(bias_of(layer))
     norm, node = None, layer
+    if bias_of(layer) is not None and bias is None:
+        return None  # it is computed
     while True:
-        if len(node.users) != 1:
+        value, node = node, next(iter(node.users), None)
+        if node is None or read_count(value) != 1 or node.args[0] is not value:
             return None
-        node = next(iter(node.users))
         if node.target is aten.batch_norm.default and norm is None:
+            if value.meta["val"].ndim != layer.args[1].meta["val"].ndim:
+                return None  # its channels are dimension 1, those of a layer over tokens the last one
             names = [parameter_name(a) for a in (node.args[1], node.args[2], node.args[4])]
             if None in names:
                 return None
             norm = (*names, node.args[7])
         elif node.target in CONVS or node.target is aten.linear.default:
             break
-        elif node.target not in SCALE_EQUIVARIANT:
+        elif node.target not in SCALE_EQUIVARIANT or (node.target in _SPATIAL_POOLS and not _pools_positions(layer, node)):
             return None
     reader = parameter_name(node.args[1])
     groups = node.args[6] if node.target in CONVS and len(node.args) > 6 else 1
@@ -99,6 +112,11 @@ def _layer_pair(layer: Node) -> _LayerPair | None:
     if weight is None or reader is None or not same or (groups > 1 and groups != node.args[0].meta["val"].shape[1]):
         return None
     return _LayerPair(weight, bias, norm, reader, groups > 1)  # type: ignore[arg-type]
+
+
+def _pools_positions(layer: Node, pool: Node) -> bool:
+    """Whether a pooling over the last two dimensions pools positions of a convolution's output, rather than its channels."""
+    return layer.target in CONVS and pool.args[0].meta["val"].ndim == layer.args[1].meta["val"].ndim == 4
 
 
 def _equalize_pair_(model: nn.Module, pair: _LayerPair) -> float:

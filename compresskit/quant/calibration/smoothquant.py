@@ -13,19 +13,23 @@ products that read it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.inputs import Batches, first_and_all
-from compresskit.base.task import Inputs
-from compresskit.graph.capture import Captured, Dynamic, capture, module_path, parameter_name
-from compresskit.graph.normalize import Node, aten
+from compresskit.base.task import Inputs, call, copied_tensors
+from compresskit.graph.capture import Captured, Dynamic, capture, module_path
+from compresskit.graph.interpreter import run_graph
+from compresskit.graph.normalize import aten
 from compresskit.graph.quantized import is_quantized
-from compresskit.graph.surgery import copy_model, get_tensor
+from compresskit.graph.surgery import copy_model, get_tensor, mode, state_kept
 from compresskit.quant.calibration.activation_statistics import ActivationStatistics, collect_statistics
+from compresskit.quant.calibration.rows import row_count, take_rows
 from compresskit.quant.numerics.bit_widths import TARGET_BITS, Bits, BitWidths, bits_of_layer
 from compresskit.quant.numerics.operators import PRODUCTS
 from compresskit.quant.numerics.scheme import Scheme, affine, fake_quantize
@@ -33,6 +37,8 @@ from compresskit.quant.passes.attention import attended
 from compresskit.quant.passes.channel_scaling import ScalingLink, divide_, links_of, why_no_link
 
 _CHANNEL_NORMS = frozenset({aten.layer_norm.default, aten.rms_norm.default})
+CHECKED_ROWS = 8  # on which a change is checked
+LARGEST_ERROR = 1e-3  # of the outputs, in root mean square: rounding in fp32 makes 1e-6 or so, a factor that is wrong far more
 SAMPLE_POSITIONS = 1024  # of each value, on which factors and shifts are tried
 
 
@@ -93,11 +99,67 @@ def smooth_tensors_(
     attention_shifts = attended(captured, [link.base for link in links]) if shift else {}
     links = [link for link in links if link.makers or link.base in attention_shifts]
     statistics = collect_statistics(captured.module, data, [link.base for link in links], sample=SAMPLE_POSITIONS)
-    with torch.no_grad():
+
+    def change() -> int:
         return sum(
             _smooth_value_(model, link, attention_shifts.get(link.base), statistics[link.base], strengths, bits, shift=shift)
             for link in links
         )
+
+    changed = {name for link in links for name in (*link.biases, *(name for name, _ in (*link.weights, *link.makers)))}
+    changed |= {name for name, _ in attention_shifts.values()}
+    return keep_function_(model, captured, data[0], changed, change, "smooth_")
+
+
+def keep_function_(
+    model: nn.Module, captured: Captured, inputs: Inputs, names: Iterable[str], change: Callable[[], int], what: str
+) -> int:
+    """Change tensors of a model in place, and undo it, with a warning, where the model computes something else then.
+
+    Such changes rest on what the graph shows of the readers of each value. Two runs on a few rows show whether that was all.
+
+    Args:
+        model, captured: as in `smooth_tensors_`.
+        inputs: that the model runs on; where its batch may vary, at most 8 rows of them are taken.
+        names: of the tensors that are changed.
+        change: changes them, and returns how many values that concerns.
+        what: begins the warning.
+
+    Returns what `change` returns; 0 where that was undone.
+    """
+    if row_count(inputs) is not None and all(0 in dims for dims in captured.varying):
+        inputs = take_rows(inputs, slice(CHECKED_ROWS))
+    with torch.no_grad():
+        kept = {name: get_tensor(model, name).clone() for name in names}
+        before = _float_outputs(model, captured, inputs)
+        count = change()
+        if not count:
+            return 0
+        after = _float_outputs(model, captured, inputs)
+        size = sum(float(a.square().sum()) for a in before)
+        error = sum(float((a - b).square().sum()) for a, b in zip(before, after, strict=True))
+        if error <= LARGEST_ERROR**2 * size:
+            return count
+        for name, values in kept.items():
+            get_tensor(model, name).copy_(values)
+    warnings.warn(
+        f"{what}: {type(model).__name__} computes something else once the ranges of its channels are evened out, by"
+        f" {(error / max(size, 1e-30)) ** 0.5:.1%} of its outputs, so they stay as they were; please report this network",
+        stacklevel=2,
+    )
+    return 0
+
+
+def _float_outputs(model: nn.Module, captured: Captured, inputs: Inputs) -> list[Tensor]:
+    """The outputs of a model that are floating point tensors, in float64. A model that draws noise always draws the same."""
+    with torch.random.fork_rng(), state_kept(model), mode(model, training=False):
+        torch.manual_seed(0)
+        if model is captured.module:
+            outputs = run_graph(captured.module, pytree.tree_leaves(inputs))
+        else:
+            outputs = call(model, copied_tensors(inputs))
+    tensors = [v for v in pytree.tree_leaves(outputs) if isinstance(v, Tensor) and v.is_floating_point()]
+    return [v.double().nan_to_num(0, 0, 0) for v in tensors]
 
 
 def _smooth_value_(
@@ -135,9 +197,8 @@ def _smooth_value_(
 def _apply_(model: nn.Module, link: ScalingLink, vector: tuple[str, Tensor] | None, shift: Tensor, factor: Tensor) -> None:
     """Shift each channel of a value by -shift where there is a vector to do so, then divide it by the factor."""
     if bool(shift.any()) and vector is not None:
-        for reader, (name, dim) in zip(link.readers, link.weights, strict=True):
-            bias, weight = _bias_of(model, reader), get_tensor(model, name).movedim(dim, 1)
-            assert bias is not None
+        for bias_name, (name, dim) in zip(link.biases, link.weights, strict=True):
+            bias, weight = get_tensor(model, bias_name), get_tensor(model, name).movedim(dim, 1)
             bias.add_((weight.double() @ shift.double()).to(bias))
         name, places = vector
         get_tensor(model, name).index_add_(0, places, -shift.to(get_tensor(model, name)))
@@ -211,24 +272,16 @@ def _formats(bits: Bits) -> tuple[Scheme, Scheme]:
     return Scheme(bits=max(2, bits.activations or 8)), weights
 
 
-def _bias_of(model: nn.Module, reader: Node) -> Tensor | None:
-    """The bias of a product, where it has one that nothing else reads."""
-    bias = reader.args[0] if reader.target is aten.addmm.default else reader.args[2] if len(reader.args) > 2 else None
-    name = parameter_name(bias)
-    alone = reader.target in (aten.addmm.default, aten.linear.default) and bias is not None and len(bias.users) == 1
-    return get_tensor(model, name) if name is not None and alone else None
-
-
 def _shifted_vector(model: nn.Module, link: ScalingLink, attention_shift: tuple[str, Tensor] | None) -> tuple[str, Tensor] | None:
     """The name of the vector that is added to a value where it is made, and the index of each of its channels in it.
 
     None where there is none, or where a reader has no bias that takes up the shift.
     """
-    if any(_bias_of(model, reader) is None for reader in link.readers):
+    if not link.biases:
         return None
     if attention_shift is not None:
         return attention_shift
-    if link.base.target not in (aten.layer_norm.default, *PRODUCTS) or len(link.makers) < 2:
+    if link.base.target not in (aten.layer_norm.default, *PRODUCTS) or link.base.kwargs or len(link.makers) < 2:
         return None
     name = link.makers[1][0]
     return name, torch.arange(len(get_tensor(model, name)))

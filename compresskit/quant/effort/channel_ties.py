@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from compresskit.graph.capture import parameter_name
-from compresskit.graph.layers.stored import CONVS
+from compresskit.graph.layers.stored import CONVS, parameter_reads
 from compresskit.graph.normalize import Node, aten
 from compresskit.quant.numerics.scheme import channelwise
 
@@ -26,6 +26,8 @@ _HOMOGENEOUS = frozenset(
     adaptive_avg_pool2d adaptive_avg_pool3d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d
     upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d""".split()
 )
+#: Number of dimensions of a batch of what they take, where that is always the same.
+_RANKS = {packet: 2 + int(name[-2]) for packet in _HOMOGENEOUS if (name := packet.__name__).endswith("d") and name[-2].isdigit()}
 _ADDED = frozenset({aten.add.Tensor, aten.sub.Tensor})
 _INTO_PARTS = frozenset({aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default})
 _OVER_POSITIONS = frozenset({aten.mean.dim, aten.sum.dim_IntList, aten.amax.default})
@@ -93,10 +95,7 @@ class ChannelTies:
         self._sets = _Sets()
         self.of: dict[Node, list[int]] = {}
         self.layers: list[ScaledLayer] = []
-        reads: dict[str, int] = {}
-        for node in module.graph.nodes:
-            if (name := parameter_name(node)) is not None:
-                reads[name] = reads.get(name, 0) + len(node.users)
+        reads = parameter_reads(module)
         for node in module.graph.nodes:
             value = node.meta.get("val")
             if node.op != "get_attr" and isinstance(value, Tensor) and value.ndim > 1 and isinstance(value.shape[1], int):
@@ -143,6 +142,8 @@ class ChannelTies:
         packet = getattr(target, "overloadpacket", None)
         if packet in _HOMOGENEOUS:
             source = node.args[0]
+            if node.meta["val"].ndim != _RANKS.get(packet, node.meta["val"].ndim):
+                return False  # it pools channels, of a value that it takes for one without a batch
             constants = [a for a in node.all_input_nodes[1:] if a.op != "get_attr" or target is not aten.prelu.default]
             return not constants and self._tie_to(node, self.of.get(source))
         rule = _TIED_BY.get(target)

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, fx
 
 from compresskit.graph.capture import parameter_name
-from compresskit.graph.layers.stored import LAYOUT_OPERATORS
+from compresskit.graph.interpreter import read_count
+from compresskit.graph.layers.stored import LAYOUT_OPERATORS, bias_of, parameter_reads
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import get_tensor
 from compresskit.quant.numerics.operators import PRODUCTS
 from compresskit.quant.numerics.scheme import channelwise
 
-#: Operators that may keep the last dimension as it is; `_keeps_channels` says whether one does.
+#: Operators that may keep the last dimension as it is; `keeps_last_dimension` says whether one does.
 _MOVING = LAYOUT_OPERATORS | {aten.roll.default, aten.pad.default}
 
 
@@ -32,17 +33,19 @@ class ScalingLink:
     readers: all that read it, matrix products by a constant.
     weights: name and dimension of inputs of the weight of each reader.
     makers: name and dimension of each parameter that must be divided by s to divide the value; empty where there are none.
+    biases: name of the bias of each reader; empty where one has none, or one that something else reads, too.
     """
 
     base: Node
     readers: tuple[Node, ...]
     weights: tuple[tuple[str, int], ...]
     makers: tuple[tuple[str, int], ...]
+    biases: tuple[str, ...]
 
 
 def links_of(module: fx.GraphModule) -> list[ScalingLink]:
     """All values of a captured graph whose readers are all matrix products by a constant, in the order of the graph."""
-    reads, links = _parameter_reads(module), dict[Node, ScalingLink]()
+    reads, links = _reads(module), dict[Node, ScalingLink]()
     for node in module.graph.nodes:
         if (weight_of(node)) is None:
             continue
@@ -51,13 +54,15 @@ def links_of(module: fx.GraphModule) -> list[ScalingLink]:
             continue
         weights = [w for reader in readers if (w := weight_of(reader)) is not None]
         if len(weights) == len(readers) and all(reads[name] == 1 for name, _ in weights):
-            links[base] = ScalingLink(base, tuple(readers), tuple(weights), _makers(module, base, reads))
+            biases = [name for reader in readers if (name := _bias_of(module, reader, reads)) is not None]
+            own = tuple(biases) if len(biases) == len(readers) else ()
+            links[base] = ScalingLink(base, tuple(readers), tuple(weights), _makers(module, base, reads), own)
     return list(links.values())
 
 
 def why_no_link(module: fx.GraphModule, base: Node) -> str:
     """Why a factor for each channel cannot be moved from a value into the weights that read it."""
-    reads, readers = _parameter_reads(module), _readers(base)
+    reads, readers = _reads(module), _readers(base)
     if readers is None:
         return "other operators than products by a weight read it, too"
     if shared := [w[0] for reader in readers if (w := weight_of(reader)) is not None and reads[w[0]] != 1]:
@@ -65,12 +70,12 @@ def why_no_link(module: fx.GraphModule, base: Node) -> str:
     return "it has no weight and bias that are its own"
 
 
-def _parameter_reads(module: fx.GraphModule) -> dict[str, int]:
-    """How many operators read each parameter."""
-    reads: dict[str, int] = {}
+def _reads(module: fx.GraphModule) -> dict[str, int]:
+    """At how many places a graph reads each parameter, itself or as its quantizer rounds it."""
+    reads = parameter_reads(module)
     for node in module.graph.nodes:
-        if (name := parameter_name(node)) is not None:
-            reads[name] = reads.get(name, 0) + len(node.users)
+        if node.op == "call_module" and node.args and (name := parameter_name(node.args[0])) is not None:
+            reads[name] += read_count(node) - 1  # a layer that is called twice has one quantizer
     return reads
 
 
@@ -93,9 +98,25 @@ def base_of(value: Node) -> Node:
     return value
 
 
+def _bias_of(module: fx.GraphModule, reader: Node, reads: dict[str, int]) -> str | None:
+    """The name of the vector that a product adds as it is, where nothing else reads it."""
+    if reader.target not in (aten.addmm.default, aten.linear.default) or reader.kwargs:  # alpha and beta scale
+        return None
+    name = parameter_name(reader.args[0] if reader.target is aten.addmm.default else bias_of(reader))
+    if name is None or reads[name] != 1:
+        return None
+    return name if tuple(get_tensor(module, name).shape) == (reader.meta["val"].shape[-1],) else None
+
+
 def _keeps_channels(node: Node) -> bool:
+    after = node.meta["val"]
+    return after.ndim > 0 and isinstance(after.shape[-1], int) and keeps_last_dimension(node)
+
+
+def keeps_last_dimension(node: Node) -> bool:
+    """Whether an operator that changes the layout of a value leaves its last dimension as it is."""
     before, after = node.args[0].meta["val"], node.meta["val"]
-    if before.ndim == 0 or after.ndim == 0 or before.shape[-1] != after.shape[-1] or not isinstance(after.shape[-1], int):
+    if before.ndim == 0 or after.ndim == 0 or str(before.shape[-1]) != str(after.shape[-1]):  # as text, it adds no guard
         return False
     last = before.ndim - 1
     if node.target is aten.permute.default:
@@ -118,6 +139,8 @@ def _readers(base: Node) -> list[Node] | None:
     readers, pending = [], [base]
     while pending:
         value = pending.pop()
+        if read_count(value) > len(value.users):  # torch.addmm(value, value, W) adds it, too
+            return None
         for user in value.users:
             if weight_of(user) is not None and user.args[PRODUCTS[user.target][0]] is value:
                 readers.append(user)
@@ -138,7 +161,9 @@ def _makers(module: fx.GraphModule, base: Node, reads: dict[str, int]) -> tuple[
         tensors = [(args[2], 0)]
     elif base.target in PRODUCTS and (weight := weight_of(base)) is not None:
         place = PRODUCTS[base.target][1]
-        bias = args[0] if base.target is aten.addmm.default else args[2] if len(args) > 2 else None
+        bias = args[0] if base.target is aten.addmm.default else bias_of(base)
+        if bias is not None and bias.meta["val"].ndim != 1:
+            return ()
         tensors = [(args[place], 1 - weight[1]), (bias, 0)]
     elif base.target is aten.mul.Tensor:
         for factor, other in (args, args[::-1]):
@@ -148,7 +173,9 @@ def _makers(module: fx.GraphModule, base: Node, reads: dict[str, int]) -> tuple[
                 tensors = [(factor, 0)]
                 break
             inner = base_of(factor)
-            if len(factor.users) == 1 and inner is factor and inner.target in PRODUCTS:  # x * act(y): of a gated layer
+            # x * act(y): of a gated layer. In x * x, both factors would be divided.
+            alone = inner is factor and read_count(factor) == 1 and factor.meta["val"].shape[-1] == base.meta["val"].shape[-1]
+            if alone and inner.target in PRODUCTS:
                 return _makers(module, inner, reads)
     if base.target is aten.layer_norm.default and tensors and None in (tensors[0][0], tensors[1][0]):
         return ()  # both are needed

@@ -120,8 +120,8 @@ def _norm_to_conv(module: fx.GraphModule, node: Node) -> None:
     x, gamma, beta, mean, var = node.args[:5]
     conv = CONV_OF_RANK.get(x.meta["val"].ndim)
     names = [parameter_name(n) for n in (gamma, beta, mean, var)]
-    if conv is None or None in names[2:]:
-        return
+    if conv is None or None in names[2:] or any(n is not None and parameter_name(n) is None for n in (gamma, beta)):
+        return  # a weight that is computed, such as exp(parameter), has no values here
     mean_value, var_value = (get_tensor(module, str(n)).detach().double() for n in names[2:])
     scale = torch.rsqrt(var_value + node.args[7])
     if names[0] is not None:

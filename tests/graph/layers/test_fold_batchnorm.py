@@ -11,11 +11,14 @@ import oracles
 import pytest
 import torch
 from networks import build, image
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
+import compresskit as ck
 from compresskit.graph.capture import capture
 from compresskit.graph.layers.fold_batchnorm import fold_batchnorm_
 from compresskit.graph.normalize import aten
+from compresskit.quant import quantize_static
 
 
 def test_folded_weights_equal_numpys() -> None:
@@ -90,3 +93,31 @@ def test_folding_does_not_change_the_outputs(model, x) -> None:
     fold_batchnorm_(graph)
     y = torch.randn(x)
     torch.testing.assert_close(graph(y), model(y), atol=1e-5, rtol=1e-4)
+
+
+class ComputedWeights(nn.Module):
+    """BatchNorm with a positive weight and a bias that are computed, behind a convolution, and behind a ReLU."""
+
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        self.a, self.b, self.norm = nn.Conv2d(3, 6, 3, bias=False), nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6)
+        self.scale, self.shift, self.bias = nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(6)), bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias:
+            return self.norm(functional.conv2d(x, self.a.weight, self.shift.exp()))
+        mean, var = self.norm.running_mean, self.norm.running_var
+        x = functional.batch_norm(self.a(x), mean, var, self.scale.exp(), self.shift.tanh())
+        return self.b(functional.batch_norm(x.relu(), mean, var, self.scale.exp(), self.shift.tanh()))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_computed_weights_are_not_taken_for_none(bias, tmp_path) -> None:
+    model, x = build(partial(ComputedWeights, bias)), (torch.randn(16, 3, 9, 9),)
+    graph = capture(copy.deepcopy(model), x).module
+    fold_batchnorm_(graph)
+    with torch.no_grad():
+        torch.testing.assert_close(graph(*x), model(*x), atol=1e-5, rtol=1e-4)
+        assert oracles.sqnr(model(*x), quantize_static(model, [x])(*x)) > 25
+    path = ck.export_onnx(model, tmp_path / "m.onnx", x)
+    assert ck.verify_onnx(path, model, [x]).passed

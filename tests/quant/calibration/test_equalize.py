@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 
 import networks
@@ -10,7 +11,7 @@ import oracles
 import pytest
 import torch
 from networks import build, image
-from torch import nn
+from torch import Tensor, nn
 
 from compresskit.base.errors import ModelError
 from compresskit.quant import X86, equalize_, quantize_static
@@ -69,3 +70,78 @@ def test_shared_layers_and_quantized_models_are_not_equalized() -> None:
     assert equalize_(build(networks.Twice), image(2)) == 0  # a shared layer has two readers' wishes
     with pytest.raises(ModelError, match="quantized already"):
         equalize_(quantize_static(build(networks.Chain), [image(4)]), image(2))
+
+
+def uneven_layers(**layers: nn.Module) -> nn.ModuleDict:
+    """Layers whose output channels differ in size."""
+    torch.manual_seed(0)
+    for layer in layers.values():
+        with torch.no_grad():
+            layer.weight.mul_(torch.logspace(-1.5, 1.5, len(layer.weight)).view(-1, *[1] * (layer.weight.ndim - 1)))
+    return nn.ModuleDict(layers)
+
+
+class Between(nn.Module):
+    """Two layers with something between them."""
+
+    def __init__(self, layers: nn.ModuleDict, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers, self.between = layers, between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers["b"](self.between(self.layers["a"](x)))
+
+
+def linears() -> nn.ModuleDict:
+    return uneven_layers(a=nn.Linear(8, 16), b=nn.Linear(16, 4))
+
+
+BETWEEN = {
+    "square": (linears, lambda h: torch.relu(h) * torch.relu(h), (64, 8)),
+    "pooled channels": (linears, lambda h: nn.functional.max_pool2d(h, 3, 1, 1), (4, 7, 8)),
+    "pooled channels of a sequence": (
+        lambda: uneven_layers(a=nn.Conv1d(3, 16, 3), b=nn.Conv1d(16, 4, 3)),
+        lambda h: nn.functional.max_pool2d(h, 3, 1, 1),
+        (4, 3, 9),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BETWEEN)
+def test_what_mixes_channels_is_not_equalized(case) -> None:
+    layers, between, size = BETWEEN[case]
+    model, x = Between(layers(), between).eval().double(), torch.randn(size, dtype=torch.float64)
+    before = copy.deepcopy(model)
+    assert equalize_(model, (x,)) == 0
+    assert torch.equal(model(x), before(x))
+
+
+class SharedParts(nn.Module):
+    """Two pairs of layers that share a BatchNorm, or a bias."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Conv2d(*sizes, 1) for sizes in ((3, 8), (8, 4), (3, 8), (8, 4)))
+        self.norm = nn.BatchNorm2d(8) if what == "norm" else nn.Identity()
+        if what == "bias":
+            self.c.bias = self.a.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.relu(self.norm(self.a(x)))) + self.d(torch.relu(self.norm(self.c(x))))
+
+
+@pytest.mark.parametrize("what", ["norm", "bias"])
+def test_layers_that_share_a_norm_or_a_bias_are_not_equalized(what) -> None:
+    model, x = build(lambda: SharedParts(what)).double(), torch.randn(4, 3, 6, 6, dtype=torch.float64)
+    before = copy.deepcopy(model)
+    assert equalize_(model, (x,)) == 0
+    assert torch.equal(model(x), before(x))
+
+
+def test_a_norm_over_tokens_is_not_equalized() -> None:
+    norm = nn.BatchNorm1d(16)
+    nn.init.uniform_(norm.weight, 0.1, 3)
+    model, x = Between(linears(), norm).eval().double(), torch.randn(4, 16, 8, dtype=torch.float64)
+    before = copy.deepcopy(model)
+    assert equalize_(model, (x,)) == 0
+    assert torch.equal(model(x), before(x))

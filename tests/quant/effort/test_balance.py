@@ -193,3 +193,24 @@ def test_other_operators_keep_their_factors(change) -> None:
     balance_channels_(captured.module, [x])
     with torch.no_grad():
         torch.testing.assert_close(captured.module(*x), model(*x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_pooling_of_channels_ties_nothing(rank) -> None:
+    class Pooled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = (nn.Linear(8, 16), nn.Linear(16, 4)) if rank == 2 else (nn.Conv1d(3, 16, 3), nn.Conv1d(16, 4, 3))
+            with torch.no_grad():
+                self.a.weight.mul_(torch.logspace(-1.5, 1.5, 16).view(-1, *[1] * (rank - 1)))
+
+        def forward(self, x):
+            pool = nn.functional.max_pool1d if rank == 2 else nn.functional.max_pool2d
+            return self.b(pool(self.a(x), 3, 1, 1))  # a value of this rank is taken for one without a batch
+
+    torch.manual_seed(0)
+    model, x = Pooled().eval(), (torch.randn(32, *((8,) if rank == 2 else (3, 9))),)
+    graph = capture(copy_model(model), x).module
+    assert balance_channels_(graph, [x]) == 0
+    with torch.no_grad():
+        torch.testing.assert_close(graph(*x), model(*x))
