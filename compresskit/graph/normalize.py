@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 from collections.abc import Mapping
@@ -46,6 +47,35 @@ MADE_OF_NUMBERS = frozenset(
     }
 )
 
+#: Other names of operators, of which torch records the one that was called.
+_ALIASES = {
+    "absolute": "abs",
+    "clip": "clamp",
+    "concat": "cat",
+    "concatenate": "cat",
+    "divide": "div",
+    "fix": "trunc",
+    "greater": "gt",
+    "greater_equal": "ge",
+    "less": "lt",
+    "less_equal": "le",
+    "moveaxis": "movedim",
+    "multiply": "mul",
+    "negative": "neg",
+    "not_equal": "ne",
+    "row_stack": "vstack",
+    "special_erf": "erf",
+    "special_exp2": "exp2",
+    "special_expit": "sigmoid",
+    "special_expm1": "expm1",
+    "special_log1p": "log1p",
+    "special_logit": "logit",
+    "subtract": "sub",
+    "swapaxes": "transpose",
+    "swapdims": "transpose",
+    "true_divide": "div",
+} | {f"arc{name}": f"a{name}" for name in ("cos", "cosh", "sin", "sinh", "tan", "tanh", "tan2")}
+
 _PADDED_BY_NAME = {
     aten.conv1d.padding: aten.conv1d.default,
     aten.conv2d.padding: aten.conv2d.default,
@@ -61,11 +91,12 @@ def is_inplace(node: Node) -> bool:
 def normalize_(module: fx.GraphModule) -> None:
     """Normalize a captured graph in place.
 
-    In-place operators become functional, operators that do nothing in eval mode and guards are removed, views become reshapes,
-    padding given by name becomes numbers, and `batch_norm` has one output.
+    Operators get their usual names, in-place ones become functional, those that do nothing in eval mode and guards are removed,
+    views become reshapes, padding given by name becomes numbers, and `batch_norm` has one output.
     """
     graph = module.graph
     for node in list(graph.nodes):
+        node.target = usual_operator(node.target)
         if node.op == "call_module" and "guard" in str(node.target):
             graph.erase_node(node)
         elif node.target in IDENTITIES or (node.target is aten.slice.Tensor and _is_whole_slice(node)):
@@ -88,6 +119,18 @@ def normalize_(module: fx.GraphModule) -> None:
     module.recompile()
 
 
+@functools.cache
+def usual_operator(target: Any) -> Any:
+    """The operator of the usual name that does the same: `clamp` for `clip`; the operator itself for all others."""
+    if not isinstance(target, OpOverload) or target.namespace != "aten":
+        return target
+    packet = target.overloadpacket.__name__
+    usual = _ALIASES.get(packet.removesuffix("_"))
+    if usual is None:
+        return target
+    return _with_same_arguments(getattr(aten, usual + "_" * packet.endswith("_")), target) or target
+
+
 def functional_form(target: Any) -> OpOverload | None:
     """The operator that computes what an in-place operator writes: `add` for `add_`; None where there is none.
 
@@ -97,8 +140,13 @@ def functional_form(target: Any) -> OpOverload | None:
     other = getattr(aten, packet.removesuffix("_"), None)
     if not packet.endswith("_") or other is None:
         return None
-    same = [name for name in other.overloads() if _argument_types(getattr(other, name)) == _argument_types(target)]
-    return getattr(other, target._overloadname if target._overloadname in same else same[0]) if same else None
+    return _with_same_arguments(other, target)
+
+
+def _with_same_arguments(packet: Any, target: OpOverload) -> OpOverload | None:
+    """The overload of an operator that takes the arguments of another operator, by preference the one of the same name."""
+    same = [name for name in packet.overloads() if _argument_types(getattr(packet, name)) == _argument_types(target)]
+    return getattr(packet, target._overloadname if target._overloadname in same else same[0]) if same else None
 
 
 def _argument_types(target: OpOverload) -> list[str]:

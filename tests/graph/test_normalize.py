@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import compresskit as ck
 from compresskit.graph.capture import capture
 from compresskit.graph.normalize import is_inplace
 
@@ -115,3 +116,30 @@ def test_operators_in_place_have_the_dtype_of_what_they_write() -> None:
     assert not any(map(is_inplace, module.graph.nodes))
     x = torch.tensor([[0.0, 0.2, -0.3, 1.7]])
     torch.testing.assert_close(module(x), model(x), rtol=0, atol=0)
+
+
+class OtherNames(nn.Module):
+    """Operators by their other names, and one that pruning has no rule of its own for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.clip(self.first(x), 0, 6)
+        y = torch.concatenate([torch.negative(x), torch.special.expit(x)], 1).clip_(-1, 1)
+        return self.last(torch.erfc(torch.true_divide(y, 2)))
+
+
+def test_other_names_of_operators_are_their_usual_ones() -> None:
+    torch.manual_seed(0)
+    model, x = OtherNames().eval(), torch.randn(6, 8)
+    module = capture(model, (x,)).module
+    targets = {str(node.target) for node in module.graph.nodes if node.op == "call_function"}
+    usual = {"aten.clamp.default", "aten.cat.default", "aten.neg.default", "aten.sigmoid.default", "aten.div.Tensor"}
+    assert usual <= targets
+    torch.testing.assert_close(module(x), model(x))
+    quantized = ck.quant.quantize_static(model, [x])
+    assert not any("no rule for aten.clip" in reason for reason in quantized.placement.floating.values())
+    plan = ck.prune.plan_channels(model, x, budget=ck.keep(macs=0.6), round_to=1)
+    assert ck.prune.apply_(model, plan).last.in_features < 32

@@ -6,12 +6,14 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 
-from compresskit.graph.normalize import Node
+from compresskit.graph.normalize import Node, usual_operator
 from compresskit.prune.structure.channel_sets import fixed_labels, varying_dims
 from compresskit.prune.structure.rules import PROPAGATION_RULES
-from compresskit.prune.structure.rules.arithmetic import join_broadcast
+from compresskit.prune.structure.rules.arithmetic import join_broadcast, rule_elementwise
 from compresskit.prune.structure.rules.base import ChannelPropagation, OperatorCall, RuleResult, tensor_leaves
 from compresskit.prune.structure.rules.parameter_view import ParameterView
 from compresskit.prune.structure.trace import Trace
@@ -75,7 +77,10 @@ def _propagate_node(state: ChannelPropagation, node: Node, values: dict[Node, An
 
 
 def _run_rule(call: OperatorCall) -> RuleResult:
-    rule = PROPAGATION_RULES.get(call.target) or PROPAGATION_RULES.get(str(call.target))
+    usual = usual_operator(call.target)
+    rule = PROPAGATION_RULES.get(usual) or PROPAGATION_RULES.get(str(usual))
+    if rule is None and isinstance(usual, OpOverload) and torch.Tag.pointwise in usual.tags:
+        rule = rule_elementwise  # as torch says itself
     if rule is None:
         return call.lock_inputs(f"no rule for {call.target} ({call.path or 'the model'})")
     try:
