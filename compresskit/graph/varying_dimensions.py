@@ -8,6 +8,7 @@ that breaks it shows.
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import inspect
 import logging
@@ -20,13 +21,14 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from compresskit.base.task import Inputs, call, copied_tensors, shapes_of
 from compresskit.graph.surgery import state_kept
 
+_ASSERTIONS = frozenset({torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_async.msg})
 _LOGGER = "torch.fx.experimental.symbolic_shapes"
 _CONSTANT = re.compile(r"You marked (\S+)\.size\(\)\[(\d+)\] as dynamic but your code specialized it to be a constant \((\d+)\)")
 
@@ -250,6 +252,15 @@ class _OtherSizes:
             return not self._gives(inputs, wanted) and self._agrees_on_the_example
 
     @functools.cached_property
+    def _unchecked(self) -> fx.GraphModule:
+        """The graph without assertions, which are not in a file either."""
+        module = fx.GraphModule(self.program.graph_module, copy.deepcopy(self.program.graph))
+        for node in [node for node in module.graph.nodes if node.target in _ASSERTIONS]:
+            module.graph.erase_node(node)
+        module.recompile()
+        return module
+
+    @functools.cached_property
     def _agrees_on_the_example(self) -> bool:
         """Not so where the model gives something else every time."""
         with state_kept(self.model):
@@ -258,7 +269,7 @@ class _OtherSizes:
     def _gives(self, inputs: Inputs, wanted: Any) -> bool:
         """Whether the graph gives these outputs, or is not for such inputs."""
         try:
-            got = _run_program(self.program, inputs)
+            got = _run_program(self.program, self._unchecked, inputs)
         except Exception:
             return False
         if got is None:
@@ -299,8 +310,9 @@ def _syntax_of(condition: str) -> ast.expr:
     return ast.parse(condition, mode="eval").body
 
 
-def _run_program(program: torch.export.ExportedProgram, inputs: Inputs) -> list[Tensor] | None:
-    """The tensors that a program gives; None where dimensions that are one in it are not: native kernels would end the process.
+def _run_program(program: torch.export.ExportedProgram, module: fx.GraphModule, inputs: Inputs) -> list[Tensor] | None:
+    """The tensors that a graph of a program gives; None where dimensions that are one in the program are not: native kernels would
+    end the process.
 
     To make its `module()` takes longer than these runs, and it checks the conditions.
     """
@@ -320,7 +332,7 @@ def _run_program(program: torch.export.ExportedProgram, inputs: Inputs) -> list[
             assert spec.target is not None
             stored = program.state_dict.get(spec.target, program.constants.get(spec.target))
             given.append(copied_tensors(stored) if spec.kind is InputKind.BUFFER else stored)
-    outputs = program.graph_module(*given)
+    outputs = module(*given)
     kinds = [spec.kind for spec in program.graph_signature.output_specs]
     return [
         value for kind, value in zip(kinds, outputs, strict=True) if kind is OutputKind.USER_OUTPUT and isinstance(value, Tensor)

@@ -152,6 +152,28 @@ def test_a_model_whose_table_grows_is_left_as_it_was() -> None:
     assert torch.equal(model(*TOKENS), wanted)
 
 
+class EndOfText(nn.Module):
+    """Reads the rows at one token; torch asserts of the graph that there are two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 8)
+
+    def forward(self, ids):
+        y = self.table(ids)
+        return y[ids.eq(2), :].view(y.size(0), -1, y.size(-1))[:, -1]
+
+
+def test_assertions_that_a_file_does_not_have_are_not_warned_of(tmp_path) -> None:
+    ids = torch.randint(3, 50, (4, 6))
+    ids[:, -1] = 2
+    model = kind(EndOfText()).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        path = ck.export_onnx(model, tmp_path / "f.onnx", (ids,), dynamic=(0, 1))
+    assert ck.verify_onnx(path, model, [(ids,), (ids[:1],)]).passed
+
+
 class Anchors(nn.Module):
     """Makes a table for the sizes of the last call, as heads of detectors do, and remembers them."""
 
