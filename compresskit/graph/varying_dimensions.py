@@ -311,7 +311,7 @@ def _syntax_of(condition: str) -> ast.expr:
 
 
 def _run_program(program: torch.export.ExportedProgram, module: fx.GraphModule, inputs: Inputs) -> list[Tensor] | None:
-    """The tensors that a graph of a program gives; None where dimensions that are one in the program are not: native kernels would
+    """The tensors that a graph of a program gives; None where dimensions that are one in the program are not: kernels would
     end the process.
 
     To make its `module()` takes longer than these runs, and it checks the conditions.
