@@ -25,6 +25,7 @@ from compresskit.export.files import KEY, write_model
 from compresskit.export.merged_program import merged_program
 from compresskit.export.ops.translations import translations
 from compresskit.export.rewrite.dtypes import check_kernels, least_precise_dtype, store_bf16_, widen_to_fp32
+from compresskit.export.rows_without_keys import keep_rows_without_keys_
 from compresskit.graph.capture import Dynamic, check_runs, inputs_inside, trace, warn_of_state
 from compresskit.graph.exportable import drop_constant_outputs_, refuse_weights_of_samples
 from compresskit.graph.quantized import is_quantized, quantized_parts
@@ -208,6 +209,7 @@ def to_program(
         program = merged_program(program, model, example, dynamic)
         outputs = output_names(call_unmoved(module, example)[0])  # of the two rows of a trace, not of a whole batch
         refuse_weights_of_samples(program.graph)
+        keep_rows_without_keys_(program, opset)
     if dropped := drop_constant_outputs_(program):
         log.warning("%s: outputs that are no tensors are left out of the file: %s", type(model).__name__, ", ".join(dropped))
     from compresskit.export.rewrite.palettes import write_palettes  # these load onnx_ir, which only exporting needs

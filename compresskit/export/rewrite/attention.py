@@ -2,6 +2,7 @@
 
     a mask with one row for all queries                          -> expanded: the kernel knows no other
     Transpose(Reshape(x)) -> Attention -> Transpose -> Reshape   -> Attention on (rows, steps, heads * width)
+    the same with a Where behind Attention that makes rows 0     -> the Where behind the new Attention
     Add -> LayerNormalization                                    -> Sum -> LayerNormalization
 
 ONNX Runtime fuses the last into SkipLayerNormalization, whose kernel takes six times as long as the two operators do (128 steps
@@ -13,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from compresskit.export.rewrite.common import replace
+from compresskit.export.rewrite.common import constant, initializer, replace
 
 TURNED = [0, 2, 1, 3]
 
@@ -29,7 +30,7 @@ def expand_attention_masks(model: ir.Model) -> None:
         place = len(queries.shape) - 2
         count = ir.node("Shape", [queries], {"start": place, "end": place + 1})
         sizes = (("a", len(mask.shape) - 2), ("b", 1))
-        ones_before, ones_after = (_constant(model.graph, f"{node.name}.{suffix}", size) for suffix, size in sizes)
+        ones_before, ones_after = (_ones(model.graph, f"{node.name}.{suffix}", size) for suffix, size in sizes)
         shape = ir.node("Concat", [ones_before, count.outputs[0], ones_after], {"axis": 0})
         expanded = ir.node("Expand", [mask, shape.outputs[0]])
         for i, new in enumerate((count, shape, expanded)):
@@ -39,7 +40,7 @@ def expand_attention_masks(model: ir.Model) -> None:
         node.replace_input_with(3, expanded.outputs[0])
 
 
-def _constant(graph: ir.Graph, name: str, size: int) -> ir.Value:
+def _ones(graph: ir.Graph, name: str, size: int) -> ir.Value:
     """A constant vector of `size` ones."""
     tensor = ir.tensor(np.ones(size, dtype=np.int64), name=name)
     value = ir.Value(name=name, shape=ir.Shape([size]), type=ir.TensorType(tensor.dtype), const_value=tensor)
@@ -58,7 +59,8 @@ def _flatten(graph: ir.Graph, node: ir.Node) -> None:
     if any(v is not None for v in node.inputs[4:]) or len(node.inputs) < 3:
         return
     sources = [_source_of_heads(v) for v in node.inputs[:3]]
-    joined = _head_merge(node.outputs[0])
+    kept = _rows_made_zero(node.outputs[0])
+    joined = _head_merge(node.outputs[0] if kept is None else kept.outputs[0])
     heads = [None if v is None or v.shape is None else v.shape[1] for v in node.inputs[:2]]
     if joined is None or any(s is None for s in sources) or not all(isinstance(h, int) for h in heads):
         return
@@ -67,7 +69,33 @@ def _flatten(graph: ir.Graph, node: ir.Node) -> None:
     attributes += [ir.AttrInt64(name, int(h)) for name, h in numbers]  # type: ignore[arg-type]
     flat = ir.Node("", "Attention", [*sources, *node.inputs[3:4]], attributes, name=node.name)
     flat.outputs[0].name = f"{node.outputs[0].name}_flat"
-    replace(graph, joined, [flat], flat.outputs[0])
+    nodes = [flat] if kept is None else [flat, *_zero_rows(kept, flat)]
+    replace(graph, joined, nodes, nodes[-1].outputs[0])
+
+
+def _rows_made_zero(value: ir.Value) -> ir.Node | None:
+    """The `Where(rows, 0, value)` that alone reads a value, for rows that are the same in all heads."""
+    node = _only_reader(value)
+    if node is None or node.op_type != "Where" or node.inputs[2] is not value:
+        return None
+    rows, number = node.inputs[0], constant(node.inputs[1])
+    if rows is None or rows.shape is None or not 2 <= len(rows.shape) <= 4 or number is None or number.any():
+        return None
+    return node if rows.shape[-1] == 1 and all(size == 1 for size in rows.shape[-3:-2]) else None
+
+
+def _zero_rows(node: ir.Node, flat: ir.Node) -> list[ir.Node]:
+    """The same of (rows, steps, heads * width)."""
+    rows, nodes = node.inputs[0], []
+    if rows is not None and rows.shape is not None and len(rows.shape) == 4:
+        assert node.graph is not None
+        axes = initializer(node.graph, ir.tensor(np.array([1], dtype=np.int64), name=f"{flat.outputs[0].name}.heads"))
+        nodes.append(ir.node("Squeeze", [rows, axes]))
+        nodes[0].outputs[0].name, nodes[0].outputs[0].type = f"{flat.outputs[0].name}.rows", rows.type
+        rows = nodes[0].outputs[0]
+    nodes.append(ir.node("Where", [rows, node.inputs[1], flat.outputs[0]]))
+    nodes[-1].outputs[0].name = f"{flat.outputs[0].name}.kept"
+    return nodes
 
 
 def _source_of_heads(value: ir.Value | None) -> ir.Value | None:
