@@ -128,6 +128,7 @@ class OtherNames(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = torch.clip(self.first(x), 0, 6)
         y = torch.concatenate([torch.negative(x), torch.special.expit(x)], 1).clip_(-1, 1)
+        y = torch.vstack([y, torch.hstack([torch.absolute(x), x])])
         return self.last(torch.erfc(torch.true_divide(y, 2)))
 
 

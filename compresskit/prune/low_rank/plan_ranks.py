@@ -230,7 +230,7 @@ def _factorable(
     names = Counter(id(m) for _, m in model.named_modules(remove_duplicate=False))
     for name, module in model.named_modules():
         if not isinstance(module, FactorableLayer):
-            if isinstance(module, nn.modules.conv._ConvNd | nn.RNNBase | nn.MultiheadAttention | nn.Bilinear):
+            if name and any(p is not None and sum(size > 1 for size in p.shape) > 1 for p in module._parameters.values()):
                 locked[name] = f"{type(module).__name__} is not factored"
             continue
         if (reason := _why_whole(name, module, ignore)) is not None:

@@ -53,6 +53,17 @@ def test_a_plan_prints_serializes_and_applies_again() -> None:
         plan.apply_(build(ResNet), [])
 
 
+class Product(nn.Module):
+    """A linear layer by another name, as GPT-2 has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(48, 48) / 7), nn.Parameter(torch.zeros(48))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x, self.weight)
+
+
 class Odd(nn.Module):
     """Layers that cannot be factored, each for a reason of its own."""
 
@@ -64,9 +75,10 @@ class Odd(nn.Module):
         self.read, self.hooked, self.asked = nn.Linear(48, 48), nn.Linear(48, 48), nn.Linear(48, 48)
         self.hooked.register_forward_hook(lambda module, args, output: None)
         self.depth, self.head = nn.Conv2d(48, 48, 3, 1, 1, groups=48), nn.Linear(48, 1)
+        self.product = Product()
 
     def forward(self, x):
-        x = self.normed(self.twin(self.tied(torch.relu(self.plain(x)))))
+        x = self.product(self.normed(self.twin(self.tied(torch.relu(self.plain(x))))))
         x = self.hooked(nn.functional.linear(x, self.read.weight)) + self.asked.weight.sum()
         return self.head(self.depth(self.asked(x)[:, :, None, None]).flatten(1))
 
@@ -80,6 +92,7 @@ def test_what_cannot_be_factored_is_named() -> None:
     assert plan.locked["read"] == "its weights are read without calling it, or not at all"
     assert plan.locked["hooked"] == "it has hooks of its own"
     assert plan.locked["depth"] == "48 groups"
+    assert plan.locked["product"] == "Product is not factored"
     assert plan.locked["asked"].startswith("the model does not run without it: AttributeError")
     assert plan.locked["head"] == "no rank saves anything"
     with pytest.raises(ModelError, match=r"Odd: wanted 10.0% of the macs, only .*% can be reached by low rank; whole layers: "):

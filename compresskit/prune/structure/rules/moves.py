@@ -28,9 +28,11 @@ from compresskit.prune.structure.rules.width_scaling import remember_moved_produ
 @rule_for(aten.cat.default, aten.concat.default, aten.stack.default, aten.hstack.default, aten.vstack.default)
 def rule_concat(call: OperatorCall) -> RuleResult:
     """Labels side by side."""
-    if call.target in (aten.hstack.default, aten.vstack.default):
-        return call.lock_inputs(f"no rule for {call.target}")
     dim = call.argument("dim", 0)
+    if call.target in (aten.hstack.default, aten.vstack.default):
+        if any(len(v.shape) < 2 for v in call.args[0]):
+            return call.lock_inputs(f"no rule for {call.target} of vectors")
+        dim = int(call.target is aten.hstack.default)
     values = [v for v in call.args[0] if not (v.shape == (0,) and len(call.args[0]) > 1)]
     if call.target is aten.stack.default:
         dim %= len(values[0].shape) + 1
