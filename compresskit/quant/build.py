@@ -20,9 +20,10 @@ from compresskit.graph.layers.stored import LAYOUT_OPERATORS
 from compresskit.graph.normalize import Node, aten
 from compresskit.quant.calibration.smoothquant import smooth_tensors_
 from compresskit.quant.model import Quantized
-from compresskit.quant.numerics.bit_widths import TARGET_BITS, BitWidths, named_modules
+from compresskit.quant.numerics.bit_widths import TARGET_BITS, BitWidths, bits_of_layer, named_modules
 from compresskit.quant.numerics.observers import Observer
 from compresskit.quant.numerics.operators import OPERATOR_KINDS
+from compresskit.quant.numerics.scheme import Scheme
 from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.coverage import layer_costs
 from compresskit.quant.passes.insert import insert_quantizers_
@@ -53,6 +54,7 @@ def build_quantized(
     adjust: Callable[[Captured], object] | None = None,
     merges: Sequence[MergedLayer] | None = None,
     prepared: tuple[Captured, Origin] | None = None,
+    separate: Callable[[Captured, Placement, Scheme], Mapping[str, str]] | None = None,
 ) -> Quantized:
     """Capture a float model, fold BatchNorm, place and insert quantizers; the model itself is not changed.
 
@@ -69,6 +71,8 @@ def build_quantized(
         merges: see `prepare_graph`.
         prepared: the graph that `prepare_graph` made of the same model with the same settings, which is copied instead of
             capturing the model once more; without `trainable`.
+        separate: names what one scale for joined values would destroy, by a placement, and is asked again after each change of
+            that; it stays float, too (`measured_placement.joined_values`). None leaves it to `floating`.
 
     Raises ModelError where nothing of the model runs in integers on the target or, with `strict`, a layer or an operator could
     not.
@@ -80,10 +84,10 @@ def build_quantized(
     if smooth is not None:
         origin = replace(origin, smoothed=smooth_tensors_(captured.module, captured, [smooth], bits=bits))
         floating = {**_sensitive_ends(captured.module.graph), **(floating or {})}
-    origin = replace(origin, floating=dict(floating or {}), bits=bits)
     if adjust is not None:
         adjust(captured)
-    placement = place_quantizers(captured.module.graph, target, skip=skip, floating=floating)
+    placement, floating = _placed(captured, target, skip, floating or {}, bits, separate)
+    origin = replace(origin, floating=dict(floating), bits=bits)
     if not placement.integer:
         raise ModelError(f"{type(model).__name__}: {target.name} can run none of its operators in integers:\n{placement}")
     if strict == "all":
@@ -92,6 +96,26 @@ def build_quantized(
         _refuse_float_layers(captured.module.graph, target, placement)
     insert_quantizers_(captured.module, placement, target, observer, bits)
     return Quantized(captured, target, placement, origin, folds if trainable else ()).train(model.training)
+
+
+def _placed(
+    captured: Captured,
+    target: Target,
+    skip: tuple[str, ...],
+    floating: Mapping[str, str],
+    bits: BitWidths,
+    separate: Callable[[Captured, Placement, Scheme], Mapping[str, str]] | None,
+) -> tuple[Placement, Mapping[str, str]]:
+    """The placement, and what is left float besides what the rules leave so, with what `separate` names."""
+    scheme = replace(target.activations, bits=bits_of_layer(bits, "").activations or target.activations.bits)
+    placement = place_quantizers(captured.module.graph, target, skip=skip, floating=floating)
+    while separate is not None and placement.integer and (found := separate(captured, placement, scheme)):
+        more = {**floating, **found}
+        again = place_quantizers(captured.module.graph, target, skip=skip, floating=more)
+        if not again.integer or again == placement:
+            break
+        placement, floating = again, more
+    return placement, floating
 
 
 def _refuse_float_operators(placement: Placement) -> None:

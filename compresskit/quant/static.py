@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Unpack, overload
 
@@ -25,17 +25,20 @@ from compresskit.quant.calibrated import (
     inputs_to_quantize,
     module_to_quantize,
 )
-from compresskit.quant.calibration.constant_values import warn_of_constants
+from compresskit.quant.calibration.constant_values import warn_of_constants, warn_of_lost_channels
 from compresskit.quant.effort.improve import FLOAT_MACS, TIMED_FLOAT_MACS, Effort, quantize_with_effort
-from compresskit.quant.effort.samples import batch_varies, halves
+from compresskit.quant.effort.samples import batch_varies, halves, rows_within
 from compresskit.quant.effort.trials import Build
 from compresskit.quant.measured_placement.beside_float import beside_float, measures
+from compresskit.quant.measured_placement.joined_values import scales_apart, shown_batches
 from compresskit.quant.measured_placement.latency_search import measured_choice
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.bit_widths import BitWidths, named_modules, refuse_one_bit
 from compresskit.quant.numerics.observers import Observer
 from compresskit.quant.passes.prepare_graph import Origin, prepare_graph
 from compresskit.quant.passes.rounding_boundaries import nudge_scales_
+
+OUTPUT_SAMPLES = 64  # that show whether a channel of an output is lost, at most
 
 
 class StaticOptions(CalibratedOptions, total=False):
@@ -99,7 +102,8 @@ def quantize_static(
     Args:
         model: any float module; it is not changed.
         batches: an iterable of inputs (tensors, tuples or dicts), or one batch. All of them show the ranges; the first also
-            captures the model.
+            captures the model, and some rows of the first ones show where values of very different ranges are joined, such as
+            boxes and scores: what one scale for them would destroy stays float.
         inside: dotted name of a submodule. It alone is quantized, on the inputs that it receives when the model runs on the
             batches, and the result is a copy of the whole model with the quantized part in its place (a detection model, say,
             with `inside="backbone", dynamic=(0, 2, 3)`).
@@ -151,12 +155,21 @@ def quantize_static(
     return _quantize(model, batches, settings, "quantize_static")
 
 
-def builder(module: nn.Module, example: Inputs, settings: StaticSettings, *, trials: bool = False) -> Build:
+def builder(
+    module: nn.Module,
+    example: Inputs,
+    settings: StaticSettings,
+    *,
+    trials: bool = False,
+    shown: Callable[[], Iterable[Inputs]] | None = None,
+) -> Build:
     """Return what builds the quantized model of some settings, with other ones for a trial; placed by time if they say so.
 
     trials: it is called many times, and keeps the captured graph for that.
+    shown: gives batches by whose values joined ones are kept apart; None for the example alone.
     """
     choice = measured_choice(module, example, settings)
+    separate = scales_apart(shown or (lambda: [example]), settings)
 
     @functools.cache
     def prepared(named: tuple[str, ...]) -> tuple[Captured, Origin]:
@@ -183,6 +196,7 @@ def builder(module: nn.Module, example: Inputs, settings: StaticSettings, *, tri
             smooth=example if settings.smooth else None,
             adjust=adjust,
             prepared=prepared(named_modules(bits)) if trials else None,
+            separate=separate,
         )
         built.origin = replace(built.origin, measured=choice.record)
         return built
@@ -193,7 +207,9 @@ def builder(module: nn.Module, example: Inputs, settings: StaticSettings, *, tri
 def _quantize(model: nn.Module, batches: Batches, settings: StaticSettings, where: str) -> nn.Module:
     module, example, data = module_to_quantize(model, batches, settings.inside, where)
     if settings.effort == "fast":
-        quantized = builder(module, example, settings)()
+        first, data = shown_batches(data)
+        shown = functools.partial(inputs_to_quantize, model, first, settings.inside)
+        quantized = builder(module, example, settings, shown=shown)()
         result = calibrate_inside(model, quantized, data, settings.inside)
         warn_of_constants(quantized, where)
         nudge_scales_(quantized.body)
@@ -202,7 +218,8 @@ def _quantize(model: nn.Module, batches: Batches, settings: StaticSettings, wher
         own, inputs = settings.observer is not None, inputs_to_quantize(model, data, settings.inside)
         cut, where = batch_varies(settings.dynamic), f'{where}(effort="{settings.effort}")'
         halves(inputs, where, cut=cut)  # raises where there is too little data, before anything is timed
-        build = builder(module, example, settings, trials=True)
+        shown = functools.partial(list, inputs)
+        build = builder(module, example, settings, trials=True, shown=shown)
         with beside_float(module, example, settings) as timed:
             quantized = quantize_with_effort(
                 module,
@@ -218,7 +235,13 @@ def _quantize(model: nn.Module, batches: Batches, settings: StaticSettings, wher
         warn_of_constants(quantized, where)
         result = in_place_of(model, quantized, settings.inside)
     quantized.keep_masked_()
+    warn_of_lost_channels(quantized, lambda: _compared(shown(), settings), where)
     return result
+
+
+def _compared(shown: Sequence[Inputs], settings: StaticSettings) -> list[Inputs]:
+    """Some of the batches, by which the outputs are compared with the float model's."""
+    return rows_within(shown, OUTPUT_SAMPLES, OUTPUT_SAMPLES // 4) if batch_varies(settings.dynamic) else list(shown[:1])
 
 
 @dataclass(frozen=True, kw_only=True)

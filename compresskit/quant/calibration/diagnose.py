@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import get_tensor, mode
 from compresskit.metrics import decibels
 from compresskit.quant.calibration.paired_run import Pair, run_float_and_quantized
+from compresskit.quant.calibration.rows import channel_dims, channel_sums
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.quantizers import ActivationQuantizer, WeightQuantizer
 from compresskit.quant.numerics.saturation import can_overflow
@@ -37,6 +38,12 @@ UNEVEN = 16.0  # times that the range is wider than the values of the middle cha
 MOST = 0.999  # of the values
 LOW_DECIBELS = 25.0  # of a layer's weights or input alone, below which it is named
 NAMED = 3  # layers that are named for their noise
+LOW_CHANNEL, HIGH_WHOLE = 10.0, 20.0  # dB of channels of an output that are named, where the whole output has more than the other
+SHOWN_CHANNELS = 8  # that are named by their numbers
+APART = (
+    "one scale serves channels of very different size: return small ones as an output of their own, let a layer of their own"
+    " compute them, or leave the layer float that makes them (skip=)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +74,9 @@ class OperatorNoise:
 class Finding:
     """One cause of rounding errors.
 
-    layer: dotted name of the module, or of the value. cause: "outliers", "uneven channels", "dead channels", "weights" or
-        "activations". text: what was measured. remedy: what to try.
+    layer: dotted name of the module, or of the value; "output" of the model, with its number where there are several.
+    cause: "lost channels" of an output, "outliers", "uneven channels", "dead channels", "weights" or "activations".
+    text: what was measured. remedy: what to try.
     """
 
     layer: str
@@ -198,6 +206,37 @@ class _ActivationSpread:
         return found
 
 
+class _ChannelNoise:
+    """Sums of squares of signal and noise of one output, for each of its channels: dimension 1, or the last one."""
+
+    def __init__(self) -> None:
+        self.sums: dict[int, Tensor | None] = {}  # dimension -> (2, channels); None where their number varies
+
+    def add(self, clean: Tensor, noisy: Tensor) -> None:
+        """See a batch in float and rounded."""
+        for place in channel_dims(clean):
+            pair = (clean.double().square(), (clean.double() - noisy.double()).square())
+            new = torch.stack([channel_sums(squares, place) for squares in pair]).cpu()
+            old = self.sums.get(place, torch.zeros_like(new))
+            self.sums[place] = old + new if old is not None and old.shape == new.shape else None
+
+    def findings(self, name: str) -> list[Finding]:
+        """The channels that are lost although the whole output is not: the others are so much larger that it does not show."""
+        for place, sums in self.sums.items():
+            whole = None if sums is None else decibels(*sums.sum(1).tolist())
+            if sums is None or whole is None or whole <= HIGH_WHOLE:
+                continue
+            each = [decibels(signal, noise) if signal else math.inf for signal, noise in sums.T.tolist()]
+            if low := [i for i, value in enumerate(each) if value < LOW_CHANNEL]:
+                text = (
+                    f"{len(low)} of {len(each)} channels ({channel_numbers(low)}) keep less than {LOW_CHANNEL:.0f} dB,"
+                    f" {min(each):.1f} at worst, beside {whole:.1f} dB of the whole"
+                )
+                text += "" if place == 1 else f", along dimension {place}"
+                return [Finding(layer=name, cause="lost channels", text=text, remedy=APART)]
+        return []
+
+
 def _noise_findings(rows: list[tuple[str, float | None, float | None]]) -> list[Finding]:
     """Name the layers whose own rounding makes most noise. rows: (layer, dB of its weights alone, dB of its input alone)."""
     causes = [
@@ -226,6 +265,7 @@ class _NoiseMeter:
         self.power: dict[tuple[str, str], list[float]] = {}  # (operator, source) -> [signal, noise]
         self.saturated: dict[str, float] = {}
         self.spreads: dict[ActivationQuantizer, _ActivationSpread] = {}
+        self.channels: dict[int, _ChannelNoise] = {}  # by the number of the output
 
     def add(self, inputs: Inputs, float_weights: dict[str, Tensor] | None, *, saturation: bool) -> int:
         """Run one batch; returns its number of rows. saturation: whether to count saturated sums on it."""
@@ -236,8 +276,9 @@ class _NoiseMeter:
             if node.op == "output":
                 outputs = zip(*(pytree.tree_leaves(side) for side in pair), strict=True)
                 tensors = [(a, b) for a, b in outputs if isinstance(a, Tensor)]  # an output may be None, or a number
-                for a, b in [(a, b) for a, b in tensors if a.is_floating_point()] or tensors:
+                for i, (a, b) in enumerate([(a, b) for a, b in tensors if a.is_floating_point()] or tensors):
                     self._add("", "all", a, b)
+                    self.channels.setdefault(i, _ChannelNoise()).add(a, b)
             elif node.name in self.named and isinstance(pair[0], Tensor):
                 self._add(node.name, "all", *pair)
                 if self.named[node.name] in ("conv", "linear"):
@@ -304,17 +345,24 @@ class _NoiseMeter:
                 )
             )
         noisy = _noise_findings([(row.layer or row.name, row.weights, row.activations) for row in rows])
+        several = len(self.channels) > 1
+        lost = [f for i, seen in self.channels.items() for f in seen.findings(f"output {i}" if several else "output")]
         spread = [finding for quantizer, seen in self.spreads.items() for finding in seen.findings(quantizer.label)]
         return Diagnosis(
             rows=tuple(rows),
             coverage=self.placement.coverage,
             sqnr=self._db("", "all"),
             samples=samples,
-            findings=(*noisy, *spread),
+            findings=(*lost, *noisy, *spread),
         )
 
     def _db(self, name: str, source: str) -> float:
         return decibels(*self.power[name, source])
+
+
+def channel_numbers(channels: Sequence[int]) -> str:
+    """The numbers of channels, the first ones of many."""
+    return ", ".join(map(str, channels[:SHOWN_CHANNELS])) + ", ..." * (len(channels) > SHOWN_CHANNELS)
 
 
 def _integers(quantizer: ActivationQuantizer, x: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from compresskit.graph.interpreter import ValueOf, execute, run_graph
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor, mode
 from compresskit.quant.calibration.layer_outputs import IntegerLayer, integer_layers
+from compresskit.quant.calibration.rows import kinds_of_channels, parts_by_kind
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.quantizers import ActivationQuantizer, Quantizer
 from compresskit.quant.numerics.scheme import channelwise
@@ -80,10 +81,11 @@ class _Errors:
         self.of: dict[Node, tuple[Tensor, Tensor]] = {}
 
     def outputs(self, inputs: Inputs) -> list[Tensor]:
-        """Run a batch; returns the outputs that depend on a rounding."""
+        """Run a batch; returns the outputs that depend on a rounding, kinds of channels one by one."""
         with mode(self.quantized, training=False), torch.enable_grad():
             found = run_graph(self.body, pytree.tree_leaves(inputs), compute=self._compute)
-        return [v for v in pytree.tree_leaves(found) if isinstance(v, Tensor) and v.requires_grad]
+        given = [v for v in pytree.tree_leaves(found) if isinstance(v, Tensor) and v.requires_grad]
+        return [part for v in given for part in parts_by_kind(v, kinds_of_channels([v]))]
 
     def _compute(self, node: Node, value_of: ValueOf) -> Any:
         module = self.body.get_submodule(str(node.target)) if node.op == "call_module" else None

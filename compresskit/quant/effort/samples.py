@@ -15,7 +15,7 @@ from compresskit.base.task import Inputs, batch_size, call, shapes_of
 from compresskit.graph.capture import Dynamic
 from compresskit.graph.surgery import call_unmoved, mode
 from compresskit.metrics import decibels
-from compresskit.quant.calibration.rows import in_chunks, row_count, take_rows
+from compresskit.quant.calibration.rows import in_chunks, kinds_of_channels, parts_by_kind, row_count, take_rows
 
 LEAST_SAMPLES = 8  # of each half
 
@@ -87,6 +87,9 @@ def float_leaves(output: Any) -> list[Tensor]:
 class OutputError:
     """The error of a model's outputs against those of the float model, on fixed data; the float outputs are kept.
 
+    An output with channels of several kinds, as boxes beside scores, is as many outputs here: the power of the largest would hide
+    what the others lose.
+
     batches: the data, in parts small enough for memory.
     outputs: of the float model for each part.
     """
@@ -94,12 +97,24 @@ class OutputError:
     def __init__(self, model: nn.Module, batches: Sequence[Inputs], rows: int | None) -> None:
         """rows: of a part, at most; None for the batches as they are."""
         self.model, self.batches = model, list(batches) if rows is None else list(in_chunks(batches, rows))
-        self.outputs = [self._of_float_model(inputs) for inputs in self.batches]
+        whole = [self._leaves(inputs) for inputs in self.batches]
+        self._kinds = [kinds_of_channels(each) for each in zip(*whole, strict=True)]
+        self.outputs = [self._split(leaves) for leaves in whole]
         self._has_rows: bool | None = None
 
-    def _of_float_model(self, inputs: Inputs) -> list[Tensor]:
+    def _leaves(self, inputs: Inputs) -> list[Tensor]:
         with torch.no_grad(), mode(self.model, training=False):
             return [v.clone() for v in float_leaves(call_unmoved(self.model, inputs)[0])]
+
+    def _split(self, leaves: list[Tensor]) -> list[Tensor]:
+        return [part for value, kinds in zip(leaves, self._kinds, strict=True) for part in parts_by_kind(value, kinds)]
+
+    def _of_float_model(self, inputs: Inputs) -> list[Tensor]:
+        return self._split(self._leaves(inputs))
+
+    def outputs_of(self, output: Any) -> list[Tensor]:
+        """The tensors in the output of a model that are compared with `outputs`."""
+        return self._split(float_leaves(output))
 
     def rows_of(self, part: int, rows: Tensor) -> tuple[Inputs, list[Tensor]]:
         """Some rows of a part, and the float model's outputs for them."""
@@ -126,7 +141,7 @@ class OutputError:
         power: list[list[float]] = [[0.0, 0.0] for _ in self.outputs[0]]
         with torch.no_grad(), mode(model, training=False):
             for inputs, wanted in zip(self.batches, self.outputs, strict=True):
-                for total, a, b in zip(power, wanted, float_leaves(call(model, inputs)), strict=True):
+                for total, a, b in zip(power, wanted, self.outputs_of(call(model, inputs)), strict=True):
                     total[0] += float(a.double().square().sum())
                     total[1] += float((a.double() - b.double()).square().sum())
         return [noise / max(signal, 1e-300) for signal, noise in power]

@@ -15,7 +15,7 @@ from compresskit.graph.masks import masks_of
 from compresskit.graph.surgery import mode
 from compresskit.quant.calibration.rows import row_count
 from compresskit.quant.effort.aligned_sums import quantizers_in_exact_sums
-from compresskit.quant.effort.samples import OutputError, float_leaves
+from compresskit.quant.effort.samples import OutputError
 from compresskit.quant.model import CALIBRATION_BYTES, Quantized
 from compresskit.quant.passes.rounding_boundaries import nudge_scales_
 
@@ -96,7 +96,7 @@ def minimise_error_(
             rows = torch.randperm(count or 0, generator=generator)[:batch]
             whole = count is None or len(rows) == count
             inputs, wanted = (error.batches[part], error.outputs[part]) if whole else error.rows_of(part, rows)
-            outputs = float_leaves(call(quantized, inputs))
+            outputs = error.outputs_of(call(quantized, inputs))
             losses = [
                 w * (a - b).square().mean() / max(p, 1e-30)
                 for a, b, w, p in zip(outputs, wanted, weights, powers, strict=True)

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import SettingError
 from compresskit.graph.capture import module_path, parameter_name
+from compresskit.graph.interpreter import read_count
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.stored_products import why_no_linear
 from compresskit.quant.numerics.operators import OPERATOR_KINDS, bounds, fusible, is_float_tensor, is_global, keeps_grid
@@ -29,6 +29,7 @@ from compresskit.quant.passes.coverage import Coverage, LayerCost, coverage_of, 
 
 MOST_BENT = 20_000  # weights of a convolution that is given twice or thrice the filters, for the size of the file
 SLOPES_DIFFER = "its slopes differ between channels"
+JOINED = "it joins values of very different ranges"  # how the reason of a concatenation begins that `floating` leaves float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,6 +214,8 @@ class _Placer:
             return f"it reads {skipped[0].name}, which the user skipped"
         if kind in ("conv", "linear") and parameter_name(node.args[1]) is None:
             return "its weight is computed during the forward pass"
+        if kind in ("conv", "linear") and node.args[0] is node.args[1]:
+            return "it multiplies its weight by itself"
         if kind == "conv" and not self.slow and self._is_narrow_volume(node):
             return "a convolution of so few channels over three dimensions is faster in float"
         if kind in ("add", "mul"):
@@ -260,6 +263,10 @@ class _Placer:
     def _carry(self, node: Node, kind: str) -> None:
         if node in self.unrounded:
             self.floating[node] = "skipped by the user"
+            return
+        # A choice of layers may name a concatenation, too, for another reason: it goes by what it joins, as it always did.
+        if kind == "concat" and self.kept.get(node.name, "").startswith(JOINED):
+            self.floating[node] = self.kept[node.name]
             return
         values = node.args[0] if kind == "concat" else [node.args[0]]
         rounded = [isinstance(v, fx.Node) and v.op != "get_attr" and self._is_rounded(v) for v in values]
@@ -346,7 +353,7 @@ def _is_read_twice(value: Node) -> bool:
     if len(readers) != 1:
         return len(readers) > 1
     reader = readers[0]
-    if sum(argument is value for argument in pytree.tree_leaves([reader.args, reader.kwargs])) > 1:
+    if read_count(value) > 1:
         return True
     kind = OPERATOR_KINDS.get(reader.target)
     scales = kind in ("add", "mul") and all(n is value or n.op == "get_attr" for n in reader.all_input_nodes)

@@ -31,9 +31,11 @@ from compresskit.quant.calibrated import (
     CalibratedSettings,
     calibrate_inside,
     check_samples,
+    inputs_to_quantize,
     module_to_quantize,
 )
 from compresskit.quant.calibration.layer_outputs import integer_layers
+from compresskit.quant.measured_placement.joined_values import scales_apart, shown_batches
 from compresskit.quant.measured_placement.latency_search import measured_choice
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.bit_widths import refuse_one_bit
@@ -110,6 +112,7 @@ def _prepare_model(model: nn.Module, batches: Batches, settings: QATSettings, wh
     if not settings.learned:
         refuse_one_bit(settings.bits, where)
     choice = measured_choice(module, example, settings)
+    first, data = shown_batches(data)
     quantized = build_quantized(
         module,
         example,
@@ -121,6 +124,7 @@ def _prepare_model(model: nn.Module, batches: Batches, settings: QATSettings, wh
         strict=settings.strict,
         bits=settings.bits,
         trainable=True,
+        separate=scales_apart(lambda: inputs_to_quantize(model, first, settings.inside), settings),
     )
     _refuse_zeros_in_one_bit(quantized, where)
     quantized.origin = replace(quantized.origin, measured=choice.record)

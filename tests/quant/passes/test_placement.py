@@ -236,3 +236,17 @@ def test_narrow_convolutions_over_three_dimensions_stay_float_on_x86(layer, floa
 def test_where_nothing_else_runs_in_integers_narrow_convolutions_do() -> None:
     model, x = nn.Sequential(nn.Conv3d(3, 16, 3), nn.ReLU()).eval(), torch.randn(2, 3, 5, 5, 5)
     assert "conv" in quantize_static(model, [x]).placement.integer.values()
+
+
+def test_a_matrix_times_itself_stays_float() -> None:
+    class Gram(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.matrix = nn.Linear(8, 16), nn.Parameter(torch.randn(16, 16))
+
+        def forward(self, x):
+            return self.a(x) @ F.linear(self.matrix, self.matrix)
+
+    model, x = Gram().eval(), torch.randn(32, 8)
+    placement = quantize_static(model, [(x,)]).placement
+    assert "it multiplies its weight by itself" in placement.floating.values()
