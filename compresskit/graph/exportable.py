@@ -32,6 +32,8 @@ def make_exportable_(module: fx.GraphModule) -> None:
         _replace_divisors_,
         _replace_bounds_,
         _replace_reversed_differences_,
+        _replace_angles_,
+        _give_ellipses_dimensions_,
         _replace_adaptive_max_pools_,
         _replace_adaptive_averages_,
         _replace_attention_ranks_,
@@ -143,6 +145,33 @@ def _replace_reversed_differences_(module: fx.GraphModule) -> None:
         if node.target in _REVERSED_DIFFERENCES and node.args[0].meta["val"].dtype != (dtype := node.meta["val"].dtype):
             with module.graph.inserting_before(node):
                 node.args = (insert_call(node, aten.to.dtype, node.args[0], dtype), *node.args[1:])
+
+
+def _replace_angles_(module: fx.GraphModule) -> None:
+    """Write the angle of complex numbers as that of their two parts: the exporter's is -pi for negative ones, torch's is pi."""
+    for node in list(module.graph.nodes):
+        if node.target is aten.angle.default and node.args[0].meta["val"].is_complex():
+            with module.graph.inserting_before(node):
+                parts = insert_call(node, aten.view_as_real.default, node.args[0])
+                real, imaginary = (insert_call(node, aten.select.int, parts, -1, i) for i in (0, 1))
+                node.replace_all_uses_with(insert_call(node, aten.atan2.default, imaginary, real))
+            module.graph.erase_node(node)
+
+
+def _give_ellipses_dimensions_(module: fx.GraphModule) -> None:
+    """Give the operands of `einsum` as many dimensions for `...` as the one that has most: runtimes take no fewer."""
+    for node in module.graph.nodes:
+        if node.target is not aten.einsum.default or "..." not in node.args[0]:
+            continue
+        terms = node.args[0].replace(" ", "").split("->")[0].split(",")
+        counts = [x.meta["val"].ndim - len(term.replace("...", "")) for term, x in zip(terms, node.args[1], strict=True)]
+        most = max(count for term, count in zip(terms, counts, strict=True) if "..." in term)
+        operands = list(node.args[1])
+        with module.graph.inserting_before(node):
+            for i, (term, count) in enumerate(zip(terms, counts, strict=True)):
+                for _ in range(most - count if "..." in term else 0):
+                    operands[i] = insert_call(node, aten.unsqueeze.default, operands[i], term.index("..."))
+        node.args = (node.args[0], operands, *node.args[2:])
 
 
 _SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled

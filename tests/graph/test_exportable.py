@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
@@ -229,6 +230,44 @@ def test_blocks_of_gradients_are_captured_quantized_pruned_and_written(tmp_path:
     assert ck.verify_onnx(ck.export_onnx(model, tmp_path / "f.onnx", x), model, [torch.randn(5, 8)]).passed
     plan = ck.prune.plan_channels(model, x, budget=ck.keep(macs=0.6), round_to=1)
     assert ck.prune.apply_(model, plan).last.in_features < 16
+
+
+FAR = torch.tensor([0.0, 1.0, -1.0, 30.0, -30.0, 100.0, -200.0, 1e-6, -7.25, 1e4])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda a, b: F.logsigmoid(a) + b,
+        torch.logaddexp,
+        torch.logaddexp2,
+        torch.atan2,
+        lambda a, b: torch.view_as_complex(torch.stack([a, b], -1)).angle(),
+        lambda a, b: torch.logaddexp(a.masked_fill(a < 0, -torch.inf), b.masked_fill(b < 0, -torch.inf)),
+    ],
+    ids=["logsigmoid", "logaddexp", "logaddexp2", "atan2", "angle", "logaddexp of infinity"],
+)
+def test_functions_are_right_at_far_values(function, tmp_path: Path) -> None:
+    class Function(nn.Module):
+        def forward(self, a, b):
+            return function(a, b)
+
+    inputs = FAR[:, None].repeat(1, len(FAR)), FAR.repeat(len(FAR), 1)
+    path = ck.export_onnx(Function(), tmp_path / "f.onnx", inputs)
+    (got,) = onnxruntime.InferenceSession(path).run(None, dict(zip("ab", (v.numpy() for v in inputs), strict=True)))
+    torch.testing.assert_close(torch.from_numpy(got), function(*inputs))
+
+
+@pytest.mark.parametrize("equation", ["...ij,...jk->...ik", "...ij,jk->...ik", "a...i,...ij->a...j"])
+def test_einsum_of_operands_of_other_ranks(equation, tmp_path: Path) -> None:
+    class Product(nn.Module):
+        def forward(self, a, b):
+            return torch.einsum(equation, a, b)
+
+    shapes = ((2, 3, 5), (3, 5, 6)) if equation[0] == "a" else ((2, 3, 4, 5), (5, 6))
+    inputs = tuple(torch.randn(shape) for shape in shapes)
+    path = ck.export_onnx(Product(), tmp_path / "f.onnx", inputs, dynamic=())
+    assert ck.verify_onnx(path, Product(), [inputs]).passed
 
 
 def test_differences_from_integers_are_written(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Translations of this library's torch operators for torch's ONNX exporter."""
+"""Translations for torch's ONNX exporter: of this library's operators, and of some that it translates otherwise."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ def translations() -> dict[Any, Any]:
     from onnxscript import opset20 as op  # heavy, and only exporting needs it
 
     from compresskit.export.ops.blocks import block_translations
+    from compresskit.export.ops.elementary import elementary_translations
 
     def quantize(x, scale, zero_point):  # type: ignore[no-untyped-def]
         return op.QuantizeLinear(x, scale, zero_point)
@@ -46,6 +47,7 @@ def translations() -> dict[Any, Any]:
         table.conv_integer.default: conv,
         **_recurrent_translations(),
         **block_translations(),
+        **elementary_translations(),
     }
 
 

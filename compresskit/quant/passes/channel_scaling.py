@@ -174,7 +174,7 @@ def _makers(module: fx.GraphModule, base: Node, reads: dict[str, int]) -> tuple[
                 break
             inner = base_of(factor)
             # x * act(y): of a gated layer. In x * x, both factors would be divided.
-            alone = inner is factor and read_count(factor) == 1 and factor.meta["val"].shape[-1] == base.meta["val"].shape[-1]
+            alone = inner is factor and read_count(factor) == 1 and factor.meta["val"].shape[-1:] == base.meta["val"].shape[-1:]
             if alone and inner.target in PRODUCTS:
                 return _makers(module, inner, reads)
     if base.target is aten.layer_norm.default and tensors and None in (tensors[0][0], tensors[1][0]):

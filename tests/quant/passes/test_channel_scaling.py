@@ -114,3 +114,18 @@ def test_a_change_of_the_function_is_undone(monkeypatch) -> None:
         quantized = quantize_static(model, [(x,)])
     with torch.no_grad():
         assert oracles.sqnr(model(x), quantized(x)) > 20
+
+
+def test_a_value_scaled_by_a_computed_number_is_quantized() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last, self.scale = nn.Linear(8, 16), nn.Linear(16, 4), nn.Parameter(torch.tensor(0.3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x) * self.scale.exp())
+
+    torch.manual_seed(0)
+    model, x = Scaled().eval(), torch.randn(64, 8)
+    error = quantize_static(model, [x])(x) - model(x)
+    assert error.norm() < 0.05 * model(x).norm()

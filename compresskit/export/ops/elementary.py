@@ -1,0 +1,41 @@
+"""Elementary functions whose translations of torch's exporter overflow, underflow or take another branch than torch does."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+
+def elementary_translations() -> dict[Any, Any]:
+    """Operator -> function that writes it with onnxscript."""
+    from onnxscript import opset18 as op  # heavy, and only exporting needs it
+
+    def number(value: float, like):  # type: ignore[no-untyped-def]
+        return op.CastLike(op.Constant(value_float=value), like)
+
+    def log_sigmoid(x):  # type: ignore[no-untyped-def]
+        return op.Neg(op.Softplus(op.Neg(x)))  # the logarithm of a sigmoid that is 0 is none
+
+    def logaddexp(a, b):  # type: ignore[no-untyped-def]
+        apart = op.Max(a, b) + op.Softplus(op.Neg(op.Abs(a - b)))  # the sum of exponentials overflows from 89 on
+        return op.Where(op.Equal(a, b), a + number(math.log(2), a), apart)  # of equal infinities the difference is none
+
+    def logaddexp2(a, b):  # type: ignore[no-untyped-def]
+        log2 = number(math.log(2), a)
+        return logaddexp(a * log2, b * log2) / log2
+
+    def atan2(y, x):  # type: ignore[no-untyped-def]
+        zero, pi, half = (number(value, x) for value in (0.0, math.pi, math.pi / 2))
+        turned = op.Atan(y / x) + op.Where(op.GreaterOrEqual(y, zero), pi, op.Neg(pi))  # of 0 beside a negative number, pi
+        upright = op.Where(op.Equal(y, zero), zero, op.Where(op.Greater(y, zero), half, op.Neg(half)))
+        return op.Where(op.Greater(x, zero), op.Atan(y / x), op.Where(op.Less(x, zero), turned, upright))
+
+    aten = torch.ops.aten
+    return {
+        aten.log_sigmoid.default: log_sigmoid,
+        aten.logaddexp.default: logaddexp,
+        aten.logaddexp2.default: logaddexp2,
+        aten.atan2.default: atan2,
+    }
