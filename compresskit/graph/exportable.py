@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import operator
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument
 from torch.utils import _pytree as pytree
@@ -305,12 +307,13 @@ def _replace_adaptive_averages_(module: fx.GraphModule) -> None:
 def _pooled_in_windows(graph: fx.Graph, x: Node, sizes: list[Any], reduce: Any) -> Node:
     """Each of `sizes` windows over the last dimensions reduced to one value, one dimension at a time.
 
-    sizes: integers, or nodes, of dimensions that stay as they are.
+    sizes: integers, or nodes: sizes of dimensions that stay as they are, or numbers of windows that are computed of sizes.
     """
 
     def add(target: Any, *args: Any) -> Node:
         made = graph.call_function(target, args)
-        made.meta = {**x.meta, "val": target(*fx.map_arg(args, lambda a: a.meta["val"]))}
+        with enable_python_dispatcher():
+            made.meta = {**x.meta, "val": target(*fx.map_arg(args, lambda a: a.meta["val"]))}
         return made
 
     def boundary(length: Any, size: int, i: int, up: int) -> Any:
@@ -322,6 +325,8 @@ def _pooled_in_windows(graph: fx.Graph, x: Node, sizes: list[Any], reduce: Any) 
     rank = x.meta["val"].ndim
     for dim, size in zip(range(rank - len(sizes), rank), sizes, strict=True):
         if isinstance(size, fx.Node):
+            if str(size.meta["val"]) != str(x.meta["val"].shape[dim]):  # as text, it adds no guard
+                x = _averaged_in_windows(add, x, dim, size)
             continue
         if size == 1:
             x = add(reduce, x, [dim], True)
@@ -332,6 +337,30 @@ def _pooled_in_windows(graph: fx.Graph, x: Node, sizes: list[Any], reduce: Any) 
         parts = [add(reduce, add(aten.slice.Tensor, x, dim, *window), [dim], True) for window in windows]
         x = add(aten.cat.default, parts, dim)
     return x
+
+
+def _integers(x: Node, target: Any, number: Node) -> Node:
+    """What an operator makes of a size, on the device of x, where the graph's insertion point stands."""
+    settings = {"dtype": torch.int64, "device": x.meta["val"].device}
+    made = number.graph.call_function(target, (number,), settings)
+    with enable_python_dispatcher(), x.meta["val"].fake_mode:  # nothing else says that the size may vary
+        made.meta = {**x.meta, "val": target(number.meta["val"], **settings)}
+    return made
+
+
+def _averaged_in_windows(add: Callable[..., Node], x: Node, dim: int, count: Node) -> Node:
+    """The means of a number of windows over a dimension that is computed of sizes: differences of sums up to each boundary."""
+    rank, numbers = x.meta["val"].ndim, _integers(x, aten.arange.default, count)
+    sizes = (add(aten.sym_size.int, x, dim), count)
+    length, windows = (_integers(x, aten.scalar_tensor.default, size) for size in sizes)  # torch's exporter promotes no sizes
+    starts = add(aten.floor_divide.default, add(aten.mul.Tensor, numbers, length), windows)
+    behind = add(aten.mul.Tensor, add(aten.add.Tensor, numbers, 1), length)
+    behind = add(aten.add.Tensor, behind, add(aten.sub.Tensor, windows, 1))  # rounded up
+    ends = add(aten.floor_divide.default, behind, windows)
+    sums = add(aten.constant_pad_nd.default, add(aten.cumsum.default, x, dim), [0, 0] * (rank - 1 - dim) + [1, 0])
+    total = add(aten.sub.Tensor, *(add(aten.index_select.default, sums, dim, at) for at in (ends, starts)))
+    lengths = add(aten.to.dtype, add(aten.sub.Tensor, ends, starts), x.meta["val"].dtype)
+    return add(aten.div.Tensor, total, add(aten.view.default, lengths, [-1] + [1] * (rank - 1 - dim)))
 
 
 _GROUPED = frozenset({aten.conv1d.default, aten.conv2d.default, aten.conv3d.default}) | frozenset(

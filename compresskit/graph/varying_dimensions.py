@@ -12,6 +12,7 @@ import copy
 import functools
 import inspect
 import logging
+import math
 import operator
 import re
 import warnings
@@ -82,7 +83,8 @@ def _place_of(size: str, trace_again: Callable[[], object]) -> str:
     text = "\n".join(messages.texts)
     symbol = re.search(rf"create_symbol (\w+) = \d+ for {re.escape(size)}", text)
     place = symbol and re.search(rf"eval Eq\({symbol[1]}, \d+\) \[guard added\] \(([^()]*:\d+ in \w+)\)", text)
-    return f" ({place[1]})" if place and "_subclasses/" not in place[1] else ""  # not of torch itself
+    own = place and not re.search(r"_subclasses/|graph/layers/", place[1])  # of the model, not of torch or this library
+    return f" ({place[1]})" if place and own else ""
 
 
 #: Relative to the largest output: what two orders of the same sums differ by.
@@ -97,6 +99,12 @@ _OPERATIONS: dict[type, Callable[..., Any]] = {
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow, ast.USub: operator.neg, ast.Not: operator.not_,
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le,
     ast.Gt: operator.gt, ast.GtE: operator.ge,
+}  # fmt: skip
+#: Functions of `math` and torch in conditions, such as `math.trunc(0.5*torch.sym_float(L['x'].size()[2])) == 8`.
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "sym_float": float, "sym_int": int, "sym_max": max, "sym_min": min, "sym_sqrt": math.sqrt, "sym_sum": sum,
+} | {name: getattr(math, name) for name in ("ceil", "exp", "floor", "log", "log2", "pow", "sqrt", "trunc")} | {
+    "abs": abs, "max": max, "min": min, "round": round,
 }  # fmt: skip
 _told: dict[type, set[tuple[str, ...]]] = {}
 
@@ -291,6 +299,8 @@ def _holds(condition: str, arguments: Mapping[str, Any]) -> bool:
                 return value(node.value)[value(node.slice)]
             case ast.Call(func=ast.Attribute(attr="size", value=tensor), args=[]):
                 return value(tensor).shape
+            case ast.Call(func=ast.Attribute(attr=name, value=ast.Name()) | ast.Name(id=name)) if name in _FUNCTIONS:
+                return _FUNCTIONS[name](*map(value, node.args))
             case ast.BinOp():
                 return _OPERATIONS[type(node.op)](value(node.left), value(node.right))
             case ast.UnaryOp():

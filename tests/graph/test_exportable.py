@@ -232,6 +232,34 @@ def test_blocks_of_gradients_are_captured_quantized_pruned_and_written(tmp_path:
     assert ck.prune.apply_(model, plan).last.in_features < 16
 
 
+@pytest.mark.parametrize(
+    "pool",
+    [
+        lambda y: F.adaptive_avg_pool2d(y, (y.shape[2] // 2, y.shape[3] // 3)),
+        lambda y: F.interpolate(y, scale_factor=0.5, mode="area"),
+        lambda y: F.adaptive_avg_pool2d(y, (y.shape[2], 5)),
+    ],
+    ids=["sizes", "area", "one of its own size"],
+)
+def test_pooling_to_sizes_that_are_computed(pool, tmp_path: Path) -> None:
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 1)
+
+        def forward(self, x):
+            return self.last(pool(self.first(x)))
+
+    torch.manual_seed(0)
+    model, x, other = Pooled().eval(), torch.randn(2, 3, 16, 20), torch.randn(1, 3, 19, 26)
+    path = ck.export_onnx(model, tmp_path / "f.onnx", (x,), dynamic=(0, 2, 3))
+    assert ck.verify_onnx(path, model, [(other,)]).passed
+    quantized = ck.quant.quantize_static(model, [(x,)], dynamic=(0, 2, 3))
+    torch.testing.assert_close(quantized(other), model(other), rtol=0, atol=0.1)
+    path = ck.export_onnx(quantized, tmp_path / "f.onnx", (x,))
+    assert ck.verify_onnx(path, quantized, [(other,)]).passed
+
+
 FAR = torch.tensor([0.0, 1.0, -1.0, 30.0, -30.0, 100.0, -200.0, 1e-6, -7.25, 1e4])
 
 

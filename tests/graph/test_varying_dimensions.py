@@ -123,6 +123,18 @@ def test_a_warning_says_for_which_sizes_a_graph_is_right(model, example, dynamic
 
 
 @pytest.mark.parametrize(
+    ("code", "where"),
+    [
+        (lambda y, x: y[:, : int(x.shape[1] * 0.5)], r"math.trunc\(0.5\*torch.sym_float\(x.size\(1\)\)\) == 4"),
+        (lambda y, x: y / torch.as_tensor(x.shape[1] / 2.0), r"torch.sym_float\(x.size\(1\)\)"),
+    ],
+)
+def test_sizes_that_become_numbers_are_warned_of(code, where) -> None:
+    with pytest.warns(UserWarning, match=f"right only where .*{where}"):
+        capture(kind(Net(code)).eval(), TOKENS, dynamic=(0, 1))
+
+
+@pytest.mark.parametrize(
     ("model", "example", "dynamic"),
     [
         (Positions(), TOKENS, (0, 1)),
