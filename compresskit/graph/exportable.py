@@ -34,7 +34,9 @@ def make_exportable_(module: fx.GraphModule) -> None:
         _replace_divisors_,
         _replace_bounds_,
         _replace_reversed_differences_,
+        _refuse_antialiasing,
         _replace_angles_,
+        _replace_stable_sorts_,
         _give_ellipses_dimensions_,
         _replace_adaptive_max_pools_,
         _replace_adaptive_averages_,
@@ -158,6 +160,35 @@ def _replace_angles_(module: fx.GraphModule) -> None:
                 real, imaginary = (insert_call(node, aten.select.int, parts, -1, i) for i in (0, 1))
                 node.replace_all_uses_with(insert_call(node, aten.atan2.default, imaginary, real))
             module.graph.erase_node(node)
+
+
+_ANTIALIASED = frozenset({aten._upsample_bilinear2d_aa.vec, aten._upsample_bicubic2d_aa.vec})
+
+
+def _refuse_antialiasing(module: fx.GraphModule) -> None:
+    """Raise ModelError for interpolation with antialiasing whose windows ONNX has not: they follow the ratio of sizes there."""
+    for node in module.graph.nodes:
+        if node.target not in _ANTIALIASED:
+            continue
+        x, _, corners, scales = (*node.args, None)[:4]
+        sizes = x.meta["val"].shape[-2:]
+        exact = [s == int(s) or (type(n) is int and s * n == int(s * n)) for s, n in zip(scales or (), sizes, strict=False)]
+        if corners or not all(exact):
+            raise ModelError(
+                "interpolate(antialias=True) with align_corners=True, or with a scale_factor that is not exactly the ratio of the"
+                f" sizes{source_line(node)}, has no form in ONNX: give size= or recompute_scale_factor=True, no align_corners"
+            )
+
+
+_STABLE = {aten.sort.stable: aten.sort.default, aten.argsort.stable: aten.argsort.default}
+
+
+def _replace_stable_sorts_(module: fx.GraphModule) -> None:
+    """Write sorts that keep the order of equal values as others, of which the exporter makes TopK, which keeps it, too."""
+    for node in module.graph.nodes:
+        if node.target in _STABLE:
+            node.args = (node.args[0], node.kwargs.get("dim", -1), node.kwargs.get("descending", False))
+            node.target, node.kwargs = _STABLE[node.target], {}
 
 
 def _give_ellipses_dimensions_(module: fx.GraphModule) -> None:

@@ -312,7 +312,14 @@ def replace_module_(model: nn.Module, path: str, made: nn.Module) -> None:
 
     The fused kernels of torch's transformer layers read the weights of their linear layers, which the new module may not have: a
     layer around it takes the plain path from here on, and so does its encoder.
+
+    Raises ModelError for the path "": the whole model cannot be replaced inside itself.
     """
+    if not path:
+        raise ModelError(
+            f"{type(model).__name__} is the whole model, which cannot be replaced inside itself; put it into a model, such as"
+            " nn.Sequential(layer)"
+        )
     here = model.get_submodule(path)
     made.train(here.training)
     for name in [name for name, module in model.named_modules(remove_duplicate=False) if module is here]:

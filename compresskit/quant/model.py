@@ -244,7 +244,7 @@ class Quantized(QuantizedModule):
         Scales are moved away from rounding boundaries only by `convert_`.
         """
         learned = any(True for quantizer in self.quantizers() for _ in quantizer.parameters())
-        if not conv_bn_layers(self.body) and not learned:
+        if not self._trains and not conv_bn_layers(self.body) and not learned:
             return self
         other = copy.deepcopy(self)
         other._fold_()

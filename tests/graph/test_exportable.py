@@ -260,6 +260,54 @@ def test_pooling_to_sizes_that_are_computed(pool, tmp_path: Path) -> None:
     assert ck.verify_onnx(path, quantized, [(other,)]).passed
 
 
+class Signal(nn.Module):
+    """A convolution over a length that varies, with maxima of windows, and sorts that keep the order of equal values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv1d(3, 8, 3, padding=1), nn.Conv1d(8, 4, 3, padding=1)
+        self.pools = nn.MaxPool1d(3, 2, 1, ceil_mode=True), nn.MaxPool1d(2)
+
+    def forward(self, x):
+        y = self.pools[1](self.last(self.pools[0](self.first(x).relu())))
+        return F.max_pool1d(y, kernel_size=[3], stride=[1]), x.round().argsort(dim=1, stable=True, descending=True)
+
+
+def test_maxima_over_a_length_that_varies_and_stable_sorts(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x, other = Signal().eval(), torch.randn(2, 3, 20), torch.randn(1, 3, 27)
+    path = ck.export_onnx(model, tmp_path / "f.onnx", (x,), dynamic=(0, 2))
+    assert ck.verify_onnx(path, model, [(x,), (other,)]).passed
+    pools = [node for node in capture(model, (x,)).module.graph.nodes if str(node.target).startswith("aten.max_pool1d")]
+    assert len(pools) == 3  # of a fixed length they stay what they are
+    quantized = ck.quant.quantize_static(model, [(x,)], dynamic=(0, 2))
+    path = ck.export_onnx(quantized, tmp_path / "f.onnx", (x,))
+    assert ck.verify_onnx(path, quantized, [(other,)]).passed
+
+
+@pytest.mark.parametrize("settings", [{"scale_factor": 0.6}, {"scale_factor": 2.0, "align_corners": True}])
+def test_antialiasing_that_onnx_has_not_is_refused(settings, tmp_path: Path) -> None:
+    class Resized(nn.Module):
+        def forward(self, x):
+            return F.interpolate(x, mode="bilinear", antialias=True, **settings)
+
+    x = torch.randn(1, 3, 9, 12)
+    with pytest.raises(ModelError, match=r"antialias=True\).*test_exportable.py:\d+: return F.interpolate.*: give size="):
+        ck.export_onnx(Resized(), tmp_path / "f.onnx", x)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"size": (4, 7)}, {"scale_factor": 0.5}, {"scale_factor": 0.6, "recompute_scale_factor": True}]
+)
+def test_antialiasing_by_the_ratio_of_sizes_is_written(settings, tmp_path: Path) -> None:
+    class Resized(nn.Module):
+        def forward(self, x):
+            return F.interpolate(x, mode="bicubic", antialias=True, **settings)
+
+    x = torch.randn(1, 3, 8, 12)
+    assert ck.verify_onnx(ck.export_onnx(Resized(), tmp_path / "f.onnx", x), Resized(), [x]).passed
+
+
 FAR = torch.tensor([0.0, 1.0, -1.0, 30.0, -30.0, 100.0, -200.0, 1e-6, -7.25, 1e4])
 
 

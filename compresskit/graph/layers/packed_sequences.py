@@ -13,12 +13,13 @@ a padded batch keeps its order.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils import _pytree as pytree
@@ -84,6 +85,24 @@ class PaddedRows:
         return x[self.lengths - 1, torch.arange(self.rows)][None]
 
 
+def _pooled_as_image(
+    input: Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Tensor | None:
+    """Maximum over windows of a length that varies, which torch would take for a constant; None for any other."""
+    if return_indices or not isinstance(input.shape[-1], torch.SymInt):
+        return None
+    given = (kernel_size, stride or kernel_size, padding, dilation)
+    kernel, step, pad, apart = (int(v[0] if isinstance(v, Sequence) else v) for v in given)
+    image = torch.max_pool2d(input.unsqueeze(-2), (1, kernel), (1, step), (0, pad), (1, apart), ceil_mode)
+    return image.squeeze(-2)
+
+
 def _refuse_sizes(how: str) -> NoReturn:
     raise ModelError(
         f"a packed sequence cannot be captured where its batch_sizes are read ({how}); pass it to recurrent layers and"
@@ -105,6 +124,8 @@ class Packing:
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call a function that is no recurrent layer, or what is in its place."""
+        if func in (torch.max_pool1d, F.max_pool1d) and (made := _pooled_as_image(*args, **kwargs)) is not None:
+            return made
         if func is _PACK:
             self.packs = True
             return _as_padded_batch(*args, **kwargs)

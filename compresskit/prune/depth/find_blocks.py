@@ -258,6 +258,10 @@ def way_back(output: Node, source: Node, shapes: dict[str, tuple[int, ...]]) -> 
         seen.add(node)
         if node.target in ADDITIONS:
             operands = [(i, a) for i, a in enumerate(node.args[:2]) if isinstance(a, type(node))]
+            if len({a for _, a in operands}) < len(operands):  # x + x is no way for x
+                continue
+            if node.kwargs.get("alpha", 1) != 1:  # a factor of the second operand
+                operands = [(i, a) for i, a in operands if i == 0]
             stack += [(a, [*way, (node, i)]) for i, a in operands if shapes.get(a.name) == shapes.get(node.name)]
         elif node.target in NORM_OPERATORS | RECTIFIERS | MOVES | IDENTITIES:
             stack.append((node.args[0], [*way, (node, 0)]))

@@ -96,6 +96,29 @@ def test_a_sum_whose_branch_begins_elsewhere_is_no_block() -> None:
     assert found.locked == {"rest.0": "its branch begins outside of it"}
 
 
+@pytest.mark.parametrize(
+    ("add", "found"),
+    [
+        (lambda x, y: torch.add(y, x), ["1"]),
+        (lambda x, y: torch.add(x, y, alpha=0.5), ["1"]),
+        (lambda x, y: torch.add(y, x, alpha=0.5), []),
+        (lambda x, y: x + x + y, []),
+        (lambda x, y: x + y + y, ["1"]),
+    ],
+)
+def test_a_sum_that_scales_its_input_is_no_block(add, found) -> None:
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.branch = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return add(x, torch.relu(self.branch(x)))
+
+    model = nn.Sequential(nn.Linear(8, 8), Block(), nn.Linear(8, 2)).eval()
+    assert list(find_blocks(model, (torch.randn(2, 8),)).removable) == found
+
+
 def test_a_group_of_blocks_is_not_one_block() -> None:
     class Group(nn.Module):
         def __init__(self):

@@ -224,6 +224,18 @@ def test_a_model_in_training_is_exported_and_saved_converted(tmp_path) -> None:
         assert torch.equal(ck.load(networks.Residual(), tmp_path)(*x), alive(*x))
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_a_model_in_training_without_batchnorm_is_saved(training, tmp_path) -> None:
+    def make():
+        return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+    x = torch.randn(16, 8)
+    alive = prepare_qat(make(), [(x,)]).train(training)
+    ck.save(alive, tmp_path)
+    with torch.no_grad():
+        assert torch.equal(ck.load(make(), tmp_path).eval()(x), alive.eval()(x))
+
+
 def test_the_default_objective_matches_the_float_model(monkeypatch) -> None:
     model, task = build(networks.Residual), images_task(ck)
     objectives = []
