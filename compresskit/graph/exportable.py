@@ -140,13 +140,20 @@ def _replace_bounds_(module: fx.GraphModule) -> None:
             node.kwargs = {name: float(b) if isinstance(b, int) else b for name, b in node.kwargs.items()}
 
 
+def _are_known(node: Node) -> bool:
+    """Whether shapes and dtypes of what an operator reads are in the graph."""
+    return all("val" in value.meta for value in node.all_input_nodes)
+
+
 _REVERSED_DIFFERENCES = frozenset({aten.rsub.Scalar, aten.rsub.Tensor})
 
 
 def _replace_reversed_differences_(module: fx.GraphModule) -> None:
     """Convert integers before `1.0 - mask` to the dtype of the result: the exporter knows no such operator of two dtypes."""
     for node in module.graph.nodes:
-        if node.target in _REVERSED_DIFFERENCES and node.args[0].meta["val"].dtype != (dtype := node.meta["val"].dtype):
+        if node.target not in _REVERSED_DIFFERENCES or not _are_known(node):
+            continue
+        if node.args[0].meta["val"].dtype != (dtype := node.meta["val"].dtype):
             with module.graph.inserting_before(node):
                 node.args = (insert_call(node, aten.to.dtype, node.args[0], dtype), *node.args[1:])
 
@@ -154,7 +161,7 @@ def _replace_reversed_differences_(module: fx.GraphModule) -> None:
 def _replace_angles_(module: fx.GraphModule) -> None:
     """Write the angle of complex numbers as that of their two parts: the exporter's is -pi for negative ones, torch's is pi."""
     for node in list(module.graph.nodes):
-        if node.target is aten.angle.default and node.args[0].meta["val"].is_complex():
+        if node.target is aten.angle.default and _are_known(node) and node.args[0].meta["val"].is_complex():
             with module.graph.inserting_before(node):
                 parts = insert_call(node, aten.view_as_real.default, node.args[0])
                 real, imaginary = (insert_call(node, aten.select.int, parts, -1, i) for i in (0, 1))
@@ -168,7 +175,7 @@ _ANTIALIASED = frozenset({aten._upsample_bilinear2d_aa.vec, aten._upsample_bicub
 def _refuse_antialiasing(module: fx.GraphModule) -> None:
     """Raise ModelError for interpolation with antialiasing whose windows ONNX has not: they follow the ratio of sizes there."""
     for node in module.graph.nodes:
-        if node.target not in _ANTIALIASED:
+        if node.target not in _ANTIALIASED or not _are_known(node):
             continue
         x, _, corners, scales = (*node.args, None)[:4]
         sizes = x.meta["val"].shape[-2:]
@@ -194,7 +201,7 @@ def _replace_stable_sorts_(module: fx.GraphModule) -> None:
 def _give_ellipses_dimensions_(module: fx.GraphModule) -> None:
     """Give the operands of `einsum` as many dimensions for `...` as the one that has most: runtimes take no fewer."""
     for node in module.graph.nodes:
-        if node.target is not aten.einsum.default or "..." not in node.args[0]:
+        if node.target is not aten.einsum.default or "..." not in node.args[0] or not _are_known(node):
             continue
         terms = node.args[0].replace(" ", "").split("->")[0].split(",")
         counts = [x.meta["val"].ndim - len(term.replace("...", "")) for term, x in zip(terms, node.args[1], strict=True)]
