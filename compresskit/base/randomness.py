@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -28,6 +30,16 @@ def set_rng_state_(state: dict[str, Any]) -> None:
     if state["cuda"]:
         torch.cuda.set_rng_state_all(state["cuda"])
     set_host_rng_state_(state)
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Put the global generators back, at the end of the block, to where they were before it."""
+    state = rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state_(state)
 
 
 def set_host_rng_state_(state: dict[str, Any]) -> None:

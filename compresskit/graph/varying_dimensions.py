@@ -101,10 +101,10 @@ _OPERATIONS: dict[type, Callable[..., Any]] = {
     ast.Gt: operator.gt, ast.GtE: operator.ge,
 }  # fmt: skip
 #: Functions of `math` and torch in conditions, such as `math.trunc(0.5*torch.sym_float(L['x'].size()[2])) == 8`.
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
+_OF_NUMBERS: dict[str, Callable[..., Any]] = {
     "sym_float": float, "sym_int": int, "sym_max": max, "sym_min": min, "sym_sqrt": math.sqrt, "sym_sum": sum,
-} | {name: getattr(math, name) for name in ("ceil", "exp", "floor", "log", "log2", "pow", "sqrt", "trunc")} | {
-    "abs": abs, "max": max, "min": min, "round": round,
+    "ceil": math.ceil, "exp": math.exp, "floor": math.floor, "log": math.log, "log2": math.log2, "pow": math.pow,
+    "sqrt": math.sqrt, "trunc": math.trunc, "abs": abs, "max": max, "min": min, "round": round,
 }  # fmt: skip
 _told: dict[type, set[tuple[str, ...]]] = {}
 
@@ -299,8 +299,8 @@ def _holds(condition: str, arguments: Mapping[str, Any]) -> bool:
                 return value(node.value)[value(node.slice)]
             case ast.Call(func=ast.Attribute(attr="size", value=tensor), args=[]):
                 return value(tensor).shape
-            case ast.Call(func=ast.Attribute(attr=name, value=ast.Name()) | ast.Name(id=name)) if name in _FUNCTIONS:
-                return _FUNCTIONS[name](*map(value, node.args))
+            case ast.Call(func=ast.Attribute(attr=name, value=ast.Name()) | ast.Name(id=name)) if name in _OF_NUMBERS:
+                return _OF_NUMBERS[name](*map(value, node.args))
             case ast.BinOp():
                 return _OPERATIONS[type(node.op)](value(node.left), value(node.right))
             case ast.UnaryOp():

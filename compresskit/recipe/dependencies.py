@@ -112,6 +112,7 @@ def describe_task(task: Task) -> dict[str, Description]:
         "predict": task.predict,
         "target": task.target,
         "reference": task.reference,
+        "higher_is_better": task.prefers_higher is not False,  # nothing said is taken for True, by all that does not refuse it
     }
     described = {name: describe_by_value(part, f"Task({name}=...)") for name, part in parts.items()}
     for name in ("train", "val", "calibration"):

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
+from functools import partial
+from inspect import Parameter, signature
+from itertools import takewhile
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from compresskit.base.errors import CompressError, DataError, ModelError, first_line
+from compresskit.base.distributed import world_size
+from compresskit.base.errors import CompressError, DataError, ModelError, SettingError, first_line
 from compresskit.base.objective import Objective
 from compresskit.base.stage import Stage
-from compresskit.base.task import IGNORED, RunningMetric, Task, call, shapes_of
+from compresskit.base.task import IGNORED, RunningMetric, Task, batch_size, call, first_rows, shapes_of
 from compresskit.graph.capture import Dynamic, capture, check_runs
 from compresskit.graph.quantized import is_quantized
 from compresskit.graph.surgery import copy_model, no_attention_fastpath
 from compresskit.measure import few_rows, input_row_dims, metric_value
 from compresskit.metrics import OutputAgreement
 from compresskit.mixed.formats.parallel import is_sharded
+from compresskit.mixed.formats.policy import BATCH_NORMS
+from compresskit.prune import Prune, Sparsify
 from compresskit.prune.criteria import UNLABELLED_EVIDENCE, needs_of
 from compresskit.recipe.baselines import trainings_in
+from compresskit.train.modes import given_modes
 from compresskit.train.objective import supervised_loss
+from compresskit.train.train import Train
+
+#: Stages after which a model still has the BatchNorm layers that it had before.
+OF_THE_SAME_LAYERS = (Train, Prune, Sparsify)
 
 
 def preflight_check(
@@ -36,7 +48,8 @@ def preflight_check(
 
     The model is not changed. Raises ModelError where the model does not run or cannot be captured, SettingError where a training
     has no data, DataError where the loss or the metric does not fit the data, where a loss reads targets that the data have not,
-    where a loader is empty, or where a training counts epochs of data without a length.
+    where a loader is empty, where a training counts epochs of data without a length, or where its last batch is one row, of which
+    BatchNorm has no statistics.
 
     own: the tasks of stages that have one of their own, by the stage's index. dynamic: dimensions that may vary in the files.
     """
@@ -64,6 +77,8 @@ def preflight_check(
     for i, stage in enumerate(stages):
         for training in trainings_in(stage):
             training.length(own.get(i, task))
+            _check_steps_alone(training, f"stage {i + 1}, {type(stage).__name__}")
+    _check_last_rows(model, task, stages, own)
     probe = copy_model(model).to(task.device).eval()
     for i, stage in enumerate(stages):
         stage.rehearse(probe, own.get(i, task))
@@ -101,6 +116,63 @@ def _check_loader(model: nn.Module, task: Task, which: str, *, loss: bool = True
                 f"Task({what}=...) fails on the first batch of {which} (predictions {tuple(predictions.shape)}, target"
                 f" {shapes_of(target) or type(target).__name__}): {first_line(error)}"
             ) from error
+
+
+def _check_steps_alone(training: Train, where: str) -> None:
+    """Raise SettingError for an optimizer that evaluates the loss itself, as LBFGS does, where its class is given by itself."""
+    made = training.optimizer.func if isinstance(training.optimizer, partial) else training.optimizer
+    if isinstance(made, type) and issubclass(made, torch.optim.Optimizer):
+        closure = signature(made.step).parameters.get("closure")
+        if closure is None or closure.default is not Parameter.empty:
+            return
+        raise SettingError(
+            f"{where}: optimizer={made.__name__} evaluates the loss itself, several times a step, which no training of a stage"
+            " does; give another, such as partial(torch.optim.AdamW, lr=...), or train with ck.mixed.prepare and"
+            " run.step(closure)"
+        )
+
+
+def _check_last_rows(model: nn.Module, task: Task, stages: Sequence[Stage], own: Mapping[int, Task]) -> None:
+    """Raise DataError where a training ends its first epoch at a batch of one row, of which BatchNorm has no statistics.
+
+    Only in stages that train the incoming model, with all or fewer channels of its BatchNorm layers.
+    """
+    if not any(isinstance(module, BATCH_NORMS) for module in model.modules()) or world_size() > 1:
+        return
+    for i, stage in takewhile(lambda each: type(each[1]) in OF_THE_SAME_LAYERS, enumerate(stages)):
+        each = own.get(i, task)
+        for training in trainings_in(stage):
+            length = training.length(each)
+            whole = length.batches is not None and length.steps * length.accumulate >= length.batches
+            if whole and type(training) is Train and (failure := _failure_of_one_row(model, each)) is not None:
+                raise DataError(
+                    f"stage {i + 1}, {type(stage).__name__}: the last batch of the training data has one row, of which BatchNorm"
+                    f" has no statistics ({failure}); pass DataLoader(..., drop_last=True), or another batch_size"
+                )
+
+
+def _failure_of_one_row(model: nn.Module, task: Task) -> str | None:
+    """What BatchNorm says of the last training batch, if that has one row; None where it runs, or has more, or is not known."""
+    loader = task.train
+    if isinstance(loader, list | tuple):
+        inputs = task.inputs(loader[-1])
+    elif type(loader) is DataLoader and loader.batch_size and not loader.drop_last and isinstance(loader.sampler, Sized):
+        if len(loader.sampler) % loader.batch_size != 1:
+            return None
+        inputs = first_rows(task.inputs(next(iter(loader))), 1)
+    else:
+        return None
+    if batch_size(inputs) != 1:
+        return None
+    modes, probe = given_modes(model), copy_model(model).to(task.device).train()
+    for name, training in modes.items():
+        probe.get_submodule(name).train(training)
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), no_attention_fastpath():
+            call(probe, inputs)
+    except Exception as error:  # others are said where the model is run on whole batches
+        return first_line(error) if "more than 1 value per channel" in str(error) else None
+    return None
 
 
 def check_labelled(task: Task, what: str, data: str) -> None:

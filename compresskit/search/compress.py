@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from compresskit.base.distributed import world_size
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.files import atomic
 from compresskit.base.fingerprint import describe
+from compresskit.base.randomness import generators_kept
 from compresskit.base.settings import as_python
 from compresskit.base.task import Task, accuracy, batch_size
 from compresskit.graph.surgery import copy_model
@@ -80,13 +82,19 @@ def compress(
         dynamic: dimensions of the inputs that may vary, `(0, 1)` for batch and length; see `export_onnx`.
         seed: of the search and of every stage.
 
+    The global random generators have the state that they had before when it ends, in whatever way.
+
     Raises:
         SettingError: Optuna is missing, a setting is out of range, or a latency cannot be measured on this machine.
         ModelError: no candidate meets the budget; the message has the nearest that can.
         CheckpointError: the folder belongs to another model or task, or to other settings than the budget's ceilings.
         Other errors that a first run of the model and its training raise.
     """
-    settings = _settings(options)
+    with generators_kept():  # every stage seeds them
+        return _compress(model, task, budget, Path(out), _settings(options))
+
+
+def _compress(model: nn.Module, task: Task, budget: Ceilings, out: Path, settings: SearchSettings) -> Search:
     _check_request(model, task, budget)
     import_optuna()
     train = with_objective(settings.train or Train(steps=1), model, task) if settings.train or budget.minutes else None
@@ -97,9 +105,9 @@ def compress(
             " model.requires_grad_(True), or leave out train= and minutes="
         )
     check_objective(train, model, task)
-    worker = Worker(Path(out))
+    worker = Worker(out)
     with worker.at_work():
-        workshop = _workshop(model, task, budget, Path(out), settings, trains=train is not None)
+        workshop = _workshop(model, task, budget, out, settings, trains=train is not None)
         return _search_and_run(workshop, worker, budget, settings, train)
 
 
@@ -146,7 +154,9 @@ def _search_and_run(
         name=name,
         filter=slow,
     ).explore()
-    _refuse_unreachable(tried, budget, ceilings, train is not None, out)
+    part = _holds_out_a_part(workshop)
+    # A drop on a part of the data is not the one that the ceiling is for: that is measured of finalists.
+    _refuse_unreachable(tried, budget, ceilings, out, judges_drop=train is None and not part)
     finals = Finals(
         workshop=workshop,
         stopwatch=stopwatch,
@@ -159,16 +169,17 @@ def _search_and_run(
     )
     ShortTrainings(finals=finals, dense=dense, finalists=settings.finalists).enter_(tried)
     if (chosen := finals.run(tried, settings.finalists)) is None:
-        raise _none_within(tried, budget, ceilings, out)
+        raise _none_within(tried, budget, ceilings, out, trains=train is not None)
     with worker.alone("result"):
         recipe, result = finals.finished_run(chosen)
         _write_script(recipe, out, f"{type(workshop.model).__name__} within {budget!r}: {chosen.candidate.name}.")
     return Search(
         budget=budget,
-        dense=dense,
+        dense=replace(dense, metric=result.rows[0].metric) if part else dense,
+        dense_held_out=dense if part else None,
         tried=tuple(tried),
         chosen=chosen,
-        reason=_reason(chosen, tried, ceilings, minimise) + _caveats(chosen, dense, ceilings),
+        reason=_reason(chosen, tried, ceilings, minimise) + _caveats(chosen, dense, ceilings, trains=train is not None),
         recipe=recipe,
         code=out / SCRIPT,
         result=result,
@@ -188,6 +199,17 @@ def _uncompressed(workshop: Workshop, budget: Ceilings) -> tuple[Figures, Stopwa
     dense = replace(dense, latency=stopwatch.milliseconds)
     _warn_of_statistics(workshop, dense)
     return dense, stopwatch
+
+
+def _holds_out_a_part(workshop: Workshop) -> bool:
+    """Whether there are more validation data than those that candidates are judged by."""
+    held = sum(batch_size(workshop.task.inputs(batch)) for batch in workshop.held.batches("val"))
+    seen = 0
+    for batch in workshop.task.batches("val"):
+        seen += batch_size(workshop.task.inputs(batch))
+        if seen > held:  # the others need not be loaded
+            return True
+    return False
 
 
 def _write_script(recipe: Recipe, out: Path, title: str) -> None:
@@ -239,23 +261,39 @@ def _study_name(budget: Ceilings, train: Train | None) -> str:
     return hashlib.sha256(json.dumps([repr(budget), settings], sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _refuse_unreachable(tried: Sequence[Tried], budget: Ceilings, ceilings: dict[str, float], trains: bool, out: Path) -> None:
-    """Raise ModelError where no candidate keeps the ceilings on what training does not change."""
-    counted = {name: c for name, c in ceilings.items() if name in MEASURED or not trains}
+def _refuse_unreachable(
+    tried: Sequence[Tried], budget: Ceilings, ceilings: dict[str, float], out: Path, *, judges_drop: bool
+) -> None:
+    """Raise ModelError where no candidate keeps the ceilings on what nothing changes that follows.
+
+    judges_drop: whether that is so of the drop.
+    """
+    counted = {name: c for name, c in ceilings.items() if name in MEASURED or judges_drop}
     figures = [t.figures for t in tried if t.figures is not None and t.candidate != UNCOMPRESSED]
     if not figures:
         why = next((f"{t.candidate.name}: {t.failure}" for t in tried if t.failure), "none was tried")
         raise ModelError(f"compress: none of {len(tried)} candidates could be made: {why}; run its stages one by one")
     if any(not f.excesses(counted) for f in figures):
         return
-    advice = "" if trains or "drop" not in ceilings else ", or train (minutes= or train=)"
+    advice = ", or train (minutes= or train=)" if judges_drop and "drop" in ceilings else ""
     raise ModelError(
         f"compress: none of {len(figures)} candidates meets {budget!r}; the nearest that can is"
         f" {nearest_budget(figures, budget, ceilings)}; ask for that{advice}, or raise trials=; all files are in {out}"
+        f"{_not_made(tried)}"
     )
 
 
-def _none_within(tried: Sequence[Tried], budget: Ceilings, ceilings: dict[str, float], out: Path) -> ModelError:
+def _not_made(tried: Sequence[Tried]) -> str:
+    """How many candidates could not be made, and the reason that most of them have."""
+    reasons = Counter(t.failure for t in tried if t.failure)
+    if not reasons:
+        return ""
+    (reason, count), failed = reasons.most_common(1)[0], reasons.total()
+    often = f" ({count} of them)" if len(reasons) > 1 else ""
+    return f"; {failed} of {len(tried)} candidates could not be made: {reason}{often}"
+
+
+def _none_within(tried: Sequence[Tried], budget: Ceilings, ceilings: dict[str, float], out: Path, *, trains: bool) -> ModelError:
     """The error for finalists none of which keeps all ceilings."""
     figures = [t.trained for t in tried if t.trained is not None]
     rejected = [f"{t.candidate.name}: {t.rejected}" for t in tried if t.rejected]
@@ -272,15 +310,29 @@ def _none_within(tried: Sequence[Tried], budget: Ceilings, ceilings: dict[str, f
         return ModelError(
             f"compress: the uncompressed model alone meets {budget!r}; raise trials=, or ask for less; all files are in {out}"
         )
+    train = "train longer" if trains else "train (minutes= or train=)"
     return ModelError(
         f"compress: none of {len(figures)} finalists meets {budget!r} on all validation data; the nearest that can is"
-        f" {nearest_budget(figures, budget, ceilings)}; ask for that, train longer, or raise finalists=; all files are in {out}"
+        f" {nearest_budget(figures, budget, ceilings)}; ask for that, {train}, or raise finalists=; all files are in {out}"
+        f"{_not_made(tried)}"
     )
 
 
-def _caveats(chosen: Tried, dense: Figures, ceilings: dict[str, float]) -> str:
+def _caveats(chosen: Tried, dense: Figures, ceilings: dict[str, float], *, trains: bool) -> str:
     """What a user should know of the chosen one besides why it was chosen."""
-    return _slower(chosen, dense, ceilings) + _rate_too_high(chosen) + _unsteady(chosen)
+    without = _untrained(chosen, ceilings) if trains else ""
+    return without + _slower(chosen, dense, ceilings) + _rate_too_high(chosen) + _unsteady(chosen)
+
+
+def _untrained(chosen: Tried, ceilings: dict[str, float]) -> str:
+    """A remark on a file that was to be trained, and is handed over without."""
+    if not chosen.untrained:
+        return ""
+    if (with_training := chosen.discarded) is None:
+        why = chosen.rejected or chosen.untrainable
+        return f". It is the file without training{f', which failed: {why}' if why else ''}"
+    over = ", ".join(f"{name} {with_training.get(name):.6g} > {ceilings[name]:.6g}" for name in with_training.excesses(ceilings))
+    return f". It is the file without training; with it, {f'it has {over}' if over else f'the drop is {with_training.drop:.4f}'}"
 
 
 def _warn_of_statistics(workshop: Workshop, dense: Figures) -> None:

@@ -9,9 +9,10 @@ from collections import Counter
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from compresskit.base.errors import SettingError
 from compresskit.base.progress import announce
 from compresskit.search.candidate import UNCOMPRESSED, WITHOUT_EFFORT, Candidate, Removable
-from compresskit.search.figures import Figures
+from compresskit.search.figures import Figures, fraction
 from compresskit.search.latency.latency_filter import LatencyFilter
 from compresskit.search.latency.stopwatch import Stopwatch
 from compresskit.search.outcome import Tried
@@ -41,6 +42,8 @@ class Explorer:
         trials: how many candidates are measured; those that cannot be made do not count, but as many of them end it.
         name: of the study in the journal.
         filter: tells candidates that would be too slow before they are made; None makes all.
+
+    Raises SettingError where the ceiling on the MACs is a share of none.
     """
 
     workshop: Workshop
@@ -53,6 +56,14 @@ class Explorer:
     trials: int
     name: str
     filter: LatencyFilter | None = None
+
+    def __post_init__(self) -> None:
+        if self.ceilings.get("macs") == 0:
+            raise SettingError(
+                f"at_most(macs=...): wanted a share of the MACs of {type(self.workshop.model).__name__}, which has none"
+                " (lookups in tables and products of values are not counted); give a budget of bytes, such as"
+                ' at_most(bytes="0.5x"), or run Prune(budget=ck.keep(parameters=...)) by itself'
+            )
 
     def explore(self) -> list[Tried]:
         """All candidates that were tried, in their order; those that could not be made with the reason, then those skipped."""
@@ -243,7 +254,7 @@ def in_float(entries: Mapping[Candidate, Tried], ceilings: Mapping[str, float], 
     for candidate, figures in measured.items():
         expected = replace(
             figures,
-            latency=dense.latency * figures.macs / dense.macs,
+            latency=dense.latency * fraction(figures.macs, dense.macs),
             bytes=dense.bytes * figures.bytes // whole.bytes,
         )
         other = replace(candidate, bits="float", effort="fast")

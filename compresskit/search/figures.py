@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -46,10 +47,17 @@ class Figures:
     def excesses(self, ceilings: Mapping[str, float]) -> dict[str, float]:
         """By how much ceilings are exceeded: quantity -> fraction of the ceiling, or, for the drop, the difference."""
         over = {
-            name: self.get(name) - ceiling if name == "drop" else self.get(name) / ceiling - 1
+            name: self.get(name) - ceiling if name == "drop" else fraction(self.get(name), ceiling) - 1
             for name, ceiling in ceilings.items()
         }
         return {name: value for name, value in over.items() if value > ROUNDING}
+
+
+def fraction(part: float, whole: float) -> float:
+    """Return part / whole; 1 for nothing of nothing, such as the MACs of a model that has none, and infinity for more."""
+    if whole == 0:
+        return 1.0 if part == 0 else math.inf
+    return part / whole
 
 
 def pareto(entries: Sequence[Entry], points: Sequence[tuple[float, ...]]) -> list[Entry]:

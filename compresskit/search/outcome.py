@@ -18,7 +18,8 @@ from compresskit.search.latency.latency_model import PredictionError
 
 DROP_STEPS = 10_000  # a drop that is proposed is a multiple of one by so many
 SEARCH_COLUMNS = (
-    "candidate", "metric", "drop", "short", "trained", "latency", "faster", "file", "smaller", "MACs", "seconds", "within",
+    "candidate", "data", "metric", "drop", "short", "trained", "latency", "faster", "file", "smaller", "MACs", "seconds",
+    "within",
 )  # fmt: skip
 
 
@@ -33,7 +34,8 @@ class Tried:
         short: what is lost after a short training, on the same data as in `figures`; None where there was none.
         short_seconds: that it took, of candidates that share one those of the first.
         trained: figures of its file after training, on all validation data.
-        untrained: whether the training made it worse, and these are of the file without.
+        untrained: whether these are of the file without training, since that is better, or keeps ceilings that the other exceeds.
+        discarded: figures of the trained file then, where there is one.
         stopped: fraction of the training after which it was given up.
         rejected: why the file of its run was not proved, where it was run; it is no finalist then.
         untrainable: why its training failed, likewise.
@@ -48,6 +50,7 @@ class Tried:
     short_seconds: float = 0.0
     trained: Figures | None = None
     untrained: bool = False
+    discarded: Figures | None = None
     stopped: float | None = None
     rejected: str = ""
     untrainable: str = ""
@@ -58,6 +61,11 @@ class Tried:
     def failed(self) -> bool:
         """Whether it was run as a recipe in vain."""
         return bool(self.rejected or self.untrainable)
+
+    @property
+    def data(self) -> str:
+        """Which validation data the metric and the drop of `best` are of; "" without any."""
+        return "all" if self.trained is not None else "" if self.figures is None else "held out"
 
     @property
     def promise(self) -> float:
@@ -95,7 +103,7 @@ class Search:
 
     Attributes:
         budget: what was asked for.
-        dense: figures of the uncompressed file.
+        dense: figures of the uncompressed model, on all validation data as `figures`.
         tried: all candidates.
         chosen: the one that was taken.
         reason: why it was.
@@ -107,6 +115,8 @@ class Search:
         seconds: of this call; what an earlier one did is not in it.
         latency_error: what latencies that were predicted are worth; None where none could be.
         trains: whether finalists were trained.
+        dense_held_out: figures of the uncompressed model on the held-out data, for those of candidates without training; None
+            where these are all validation data.
     """
 
     budget: Ceilings
@@ -122,6 +132,7 @@ class Search:
     seconds: float = 0.0
     latency_error: PredictionError | None = None
     trains: bool = True
+    dense_held_out: Figures | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -153,10 +164,8 @@ class Search:
             "chosen": self.chosen.candidate.name,
             "figures": asdict(self.figures),
             "uncompressed": asdict(self.dense),
-            "tried": [
-                asdict(t) | {"candidate": t.candidate.name, "within": t.best is not None and not t.best.excesses(self.ceilings)}
-                for t in self.tried
-            ],
+            "uncompressed_held_out": asdict(self.dense_held_out or self.dense),
+            "tried": [asdict(t) | self._about(t) for t in self.tried],
             "curve": [t.candidate.name for t in self.curve()],
             "reason": self.reason,
             "noise": self.noise,
@@ -164,18 +173,46 @@ class Search:
             "recipe": str(self.code),
         }
 
-    def __str__(self) -> str:
+    def _about(self, tried: Tried) -> dict[str, Any]:
+        """What the JSON says of a candidate besides its settings and figures."""
+        within = tried.best is not None and not tried.best.excesses(self.ceilings)
+        return {"candidate": tried.candidate.name, "within": within, "data": "all" if self._same_data else tried.data}
+
+    @property
+    def _same_data(self) -> bool:
+        """Whether the held-out data are all validation data."""
+        return self.dense_held_out is None
+
+    def _table(self) -> list[str]:
+        """The lines of the table; without the column of the data where these are the same for all."""
         on_curve = {id(tried) for tried in self.curve()}
         by_latency = sorted(self.tried, key=lambda t: t.best.latency if t.best else t.predicted or float("inf"))
-        lines = [SEARCH_COLUMNS, ("uncompressed", *_figure_cells(self.dense, self.dense, "", ""), "")]
+        lines = [SEARCH_COLUMNS, ("uncompressed", "all", *_figure_cells(self.dense, self.dense, "", ""), "")]
+        if self.dense_held_out is not None:
+            lines.append(("uncompressed", "held out", *_figure_cells(self.dense_held_out, self.dense, "", ""), ""))
         lines += [self._line(tried, on_curve=id(tried) in on_curve) for tried in by_latency]
+        shown = [i for i, name in enumerate(SEARCH_COLUMNS) if name != "data" or not self._same_data]
         widths = [max(len(line[i]) for line in lines) for i in range(len(SEARCH_COLUMNS))]
-        text = [
-            "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
-            for line in lines
+        return ["  ".join(line[i].ljust(widths[i]) if i == 0 else line[i].rjust(widths[i]) for i in shown) for line in lines]
+
+    def _about_data(self) -> list[str]:
+        """Which validation data the metrics and the drops are of, where that is not all of them."""
+        if self._same_data:
+            return []
+        judged = "; the ceiling on the drop is kept on all" if "drop" in self.ceilings else ""
+        return [
+            "data: what was run as a recipe is measured on all validation data, the others on the held-out ones; a drop is the"
+            f" difference to the uncompressed model on the same data{judged}"
         ]
+
+    def __str__(self) -> str:
+        text = self._table()
         failed = [str(t) for t in self.tried if t.failure]
-        failed += [f"{t.candidate.name} is no finalist: {t.rejected or t.untrainable}" for t in self.tried if t.failed]
+        failed += [
+            f"{t.candidate.name} {'is without training' if t.trained else 'is no finalist'}: {t.rejected or t.untrainable}"
+            for t in self.tried
+            if t.failed
+        ]
         proxies = sum(t.figures.seconds for t in self.tried if t.figures)
         training = sum(t.training_seconds for t in self.tried)
         short = sum(t.short_seconds for t in self.tried)
@@ -191,6 +228,7 @@ class Search:
                 "",
                 "* on the Pareto curve of metric and latency; > chosen",
                 "short: drop after a short training; trained: fraction of the training that was done",
+                *self._about_data(),
                 *failed,
                 f"cost: {measured} candidates measured without training in {proxies:.0f} s, {briefly} trained for a short time in"
                 f" {short:.0f} s, {trained} run as a recipe in {training:.0f} s; latencies are known to {self.noise:.1%}",
@@ -221,13 +259,14 @@ class Search:
             return tuple(cells.values())
         if (figures := tried.best) is None:
             return (mark + tried.candidate.name, *["-"] * (len(SEARCH_COLUMNS) - 1))
+        uncompressed = self.dense_held_out or self.dense if tried.data == "held out" else self.dense
         done = "0" if tried.untrained else "1" if tried.trained else "0" if tried.stopped is None else f"{tried.stopped:.2f}"
         done = done if self.trains else ""
         short = "" if tried.short is None else f"{tried.short:+.4f}"
         misses = figures.excesses(self.ceilings)
-        failed = "not proved" if tried.rejected else "not trained" if tried.untrainable else ""
+        failed = "" if tried.trained else "not proved" if tried.rejected else "not trained" if tried.untrainable else ""
         within = f"no: {failed}" if failed else "yes" if not misses else "no: " + ", ".join(misses)
-        return (mark + tried.candidate.name, *_figure_cells(figures, self.dense, short, done), within)
+        return (mark + tried.candidate.name, tried.data, *_figure_cells(figures, uncompressed, short, done), within)
 
 
 def _figure_cells(figures: Figures, dense: Figures, short: str, trained: str) -> tuple[str, ...]:

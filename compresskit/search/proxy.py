@@ -5,17 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeGuard, TypeVar
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from compresskit.base.budget import keep
 from compresskit.base.errors import CheckpointError, CompressError, DataError, SettingError
@@ -59,7 +62,8 @@ log = logging.getLogger(__name__)
 
 IDENTITY, FIGURES, ORDER, LATENCY = "search.json", "figures.json", "order.json", "latency.json"
 STATISTICS = "statistics.json"
-FOLDER_VERSION = 6  # another where candidates of one name are made in another way
+DIRECTION = "higher_is_better"  # the part of a task
+FOLDER_VERSION = 7  # another where candidates of one name are made or judged in another way
 CANDIDATES, DENSE = "candidates", "uncompressed"
 #: What the plan of named blocks says of them, which nobody reads here; by default that is measured, block by block.
 BRIEFLY: dict[str, Any] = {"importance": influence, "cost": parameters, "samples": 1}
@@ -110,7 +114,7 @@ class Workshop:
         """Claim the folder. Raises CheckpointError where it belongs to another model, task, version or setting."""
         described = {
             "model": describe_model(self.model, trained=True).record,
-            "task": {name: part.record for name, part in describe_task(self.task).items()},
+            "task": {name: part.record for name, part in describe_task(self.task).items() if name != DIRECTION},
             "versions": versions(),
             "target": describe(self.target),
         }
@@ -122,6 +126,7 @@ class Workshop:
             "threads": self.threads,
             "seed": self.seed,
             "dynamic": json.dumps(describe(self.dynamic)),
+            DIRECTION: self.task.prefers_higher,  # by its value, for the message; the signs of all drops come from it
         }
         mine = {name: _short_hash(part) for name, part in described.items()} | settings | {"class": type(self.model).__name__}
         path = self.out / IDENTITY
@@ -406,12 +411,55 @@ class _HeldOut(Task):
 
 
 def held_out(task: Task, samples: int, dynamic: Dynamic) -> Task:
-    """The task with the first validation batches, up to so many samples. dynamic: dimensions that may vary in the files."""
-    val = list(some_batches(task, "val", samples, "hold out"))
+    """The task with about so many validation samples, in whole batches that are spread over all of them.
+
+    dynamic: dimensions that may vary in the files.
+    """
+    val = list(_spread_batches(task, samples))
     any_batch = not isinstance(dynamic, Mapping) and 0 in dynamic
     if not any_batch or type(task) is not Task:  # a class of the user's has its own methods
         return replace(task, val=val)
     return _HeldOut(**{each.name: getattr(task, each.name) for each in fields(task)} | {"val": val})
+
+
+def _spread_batches(task: Task, samples: int) -> Iterable[Any]:
+    """Whole validation batches of about so many samples, the same in every call: the first ones may be all of one class.
+
+    Of a list every so-many-th batch, and so of a loader that reads one after another; of the data of a DataLoader every
+    so-many-th sample, which costs no more than its first batches. Shuffled data are spread by their first batches.
+    """
+    loader, count = task.batches("val"), task.length("val")
+    wanted = math.ceil(samples / max(1, batch_size(task.inputs(next(iter(loader))))))
+    shuffled = isinstance(loader, DataLoader) and isinstance(loader.sampler, RandomSampler)
+    if wanted >= count or shuffled:
+        return some_batches(task, "val", samples, "hold out")
+    if _reads_any_sample(loader):
+        return _every_so_many_th(loader, wanted * (loader.batch_size or 1))
+    places = [i * count // wanted for i in range(wanted)]
+    if isinstance(loader, list | tuple):
+        return [loader[place] for place in places]
+    return (batch for i, batch in enumerate(islice(loader, places[-1] + 1)) if i in places)
+
+
+def _reads_any_sample(loader: Iterable[Any]) -> TypeGuard[DataLoader[Any]]:
+    """Whether a loader is one of torch's own whose samples come in the order of its data, so that some of them can be read."""
+    if not isinstance(loader, DataLoader) or type(loader) is not DataLoader or loader.batch_size is None:
+        return False  # without a size it has a batch_sampler of the user's
+    return type(loader.sampler) is SequentialSampler and type(loader.batch_sampler) is BatchSampler
+
+
+def _every_so_many_th(loader: DataLoader[Any], samples: int) -> DataLoader[Any]:
+    """The loader with so many samples of its data, at equal distances, in batches of the same size."""
+    size, sampler = loader.batch_size or 1, loader.sampler
+    assert isinstance(sampler, SequentialSampler)
+    held = len(loader) * size if loader.drop_last else len(sampler)
+    chosen = [i * held // samples for i in range(samples)]
+    same = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor")
+    return DataLoader(
+        loader.dataset,
+        batch_sampler=[chosen[i : i + size] for i in range(0, samples, size)],
+        **{name: getattr(loader, name) for name in same},
+    )
 
 
 def read_figures(path: Path) -> Figures:

@@ -269,6 +269,7 @@ TASKS = {
     "target": [{"target": name} for name in ("labels", "z")],
     "metric": [{"metric": partial(F.mse_loss, reduction=r)} for r in ("mean", "sum")],
     "running metric": [{"metric": Metric(factor)} for factor in (1, 2)],
+    "direction": [{"metric": F.mse_loss, "higher_is_better": higher} for higher in (True, False)],
     "predictions": [{"predict": f} for f in (lambda o: o, lambda o: o * 2)],
     "reference": [{"reference": net(seed)} for seed in (0, 1)],
     "inputs": [{"train": list(zip(x.split(16), Y.split(16), strict=True))} for x in (X, X + 1)],
@@ -354,6 +355,21 @@ def test_the_plan_names_what_changed(tmp_path) -> None:
     recipe.run(net(), task_with(), tmp_path / "run")
     changed = task_with(nn.CrossEntropyLoss(), train=loader())
     assert recipe.plan(net(), changed, tmp_path / "run").stages[0].why == "the task has changed: loss, train"
+
+
+def test_a_corrected_direction_of_the_metric_runs_again_and_is_named(tmp_path) -> None:
+    recipe = ck.Recipe(ck.Train(epochs=6, optimizer=SGD, keep_best=True), seed=0, export="last")
+    wrong, right = (task_with(metric=F.cross_entropy, higher_is_better=higher) for higher in (True, False))
+    worst = recipe.run(net(), wrong, tmp_path / "run").rows[-1].metric
+    why = "the task has changed: higher_is_better"
+    assert [(stage.action, stage.why) for stage in recipe.plan(net(), right, tmp_path / "run").stages] == [("run", why)]
+    best = recipe.run(net(), right, tmp_path / "run").rows[-1].metric
+    assert best == recipe.run(net(), right, tmp_path / "new").rows[-1].metric < worst
+
+
+def test_a_direction_that_was_taken_for_granted_may_be_said_later() -> None:
+    one, other = (keys(task_with(metric=F.mse_loss, higher_is_better=higher)) for higher in (None, True))
+    assert one == other
 
 
 def trained(model: nn.Module) -> nn.Module:

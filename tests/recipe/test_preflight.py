@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import networks
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import compresskit as ck
-from compresskit.base.errors import DataError, ModelError
+from compresskit.base.errors import DataError, ModelError, SettingError
+from compresskit.recipe.preflight import preflight_check
 
 
 def test_a_loss_that_does_not_fit_the_labels_is_found_before_training(tmp_path) -> None:
@@ -90,3 +95,56 @@ def test_a_metric_of_several_numbers_is_refused_before_training(tmp_path) -> Non
     ):
         ck.Recipe(ck.Train(epochs=1, on_step=steps.append)).run(networks.Chain(), task, tmp_path / "run")
     assert not steps
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def rows(count: int, size: int, **settings) -> dict[str, DataLoader]:
+    data = TensorDataset(torch.randn(count, 8), torch.arange(count) % 4)
+    return {"a loader": DataLoader(data, batch_size=size, **settings), "a list": [*DataLoader(data, batch_size=size, **settings)]}
+
+
+@pytest.mark.parametrize("kind", ["a loader", "a list"])
+def test_a_last_batch_of_one_row_is_refused_before_training(kind, tmp_path) -> None:
+    seen = []
+    prune = ck.Prune(budget=ck.keep(macs=0.6), samples=8, finetune=ck.Train(epochs=1, on_step=seen.append))
+    task = ck.Task(train=rows(33, 16)[kind], val=rows(33, 16)[kind])
+    wanted = (
+        "stage 2, Prune: the last batch of the training data has one row, of which BatchNorm has no statistics"
+        r" \(Expected more than 1 value per channel .*\); pass DataLoader\(..., drop_last=True\), or another batch_size"
+    )
+    with pytest.raises(DataError, match=wanted):
+        ck.Recipe(ck.Train(steps=1, on_step=seen.append), prune).run(normed(), task, tmp_path / "run")
+    assert not seen
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "train"),
+    [
+        (normed(), {}, ck.Train(steps=2)),  # never gets there
+        (normed(), {"drop_last": True}, ck.Train(epochs=1)),
+        (nn.Sequential(nn.Linear(8, 4)), {}, ck.Train(epochs=1)),
+        (nn.Sequential(nn.Unflatten(1, (2, 4)), nn.BatchNorm1d(2), nn.Flatten(), nn.Linear(8, 4)), {}, ck.Train(epochs=1)),
+    ],
+    ids=["fewer steps", "drop_last", "no BatchNorm", "four positions"],
+)
+def test_a_last_batch_of_one_row_is_taken_where_it_can_be_trained_on(model, settings, train) -> None:
+    data = rows(33, 16, **settings)["a loader"]
+    preflight_check(model, ck.Task(train=data, val=data), [train])
+
+
+def test_frozen_statistics_take_a_last_batch_of_one_row() -> None:
+    model, data = normed().train(), rows(33, 16)["a loader"]
+    model[1].eval()
+    preflight_check(model, ck.Task(train=data, val=data), [ck.Train(epochs=1)])
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.LBFGS, partial(torch.optim.LBFGS, lr=0.1)], ids=["class", "partial"])
+def test_an_optimizer_that_needs_a_closure_is_refused_before_anything_runs(optimizer, tmp_path) -> None:
+    stages = ck.Train(epochs=1), ck.Train(epochs=1, optimizer=optimizer)
+    task = ck.Task(train=LABELLED, val=LABELLED)
+    with pytest.raises(SettingError, match="stage 2, Train: optimizer=LBFGS evaluates the loss itself, .*; give another"):
+        ck.Recipe(*stages).run(networks.Chain(), task, tmp_path / "run")
+    assert not (tmp_path / "run").exists()

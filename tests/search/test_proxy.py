@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 import compresskit as ck
 from compresskit.search.proxy import Workshop, held_out
@@ -57,3 +58,84 @@ def test_networks_of_recurrent_layers_and_cells_gain_by_ranges_of_every_call(lay
         threads=1, seconds=0.02, seed=0, target=ck.quant.X86,
     )  # fmt: skip
     assert shop.gains_by_dynamic is gains
+
+
+def by_class(**settings) -> DataLoader:
+    """Three classes of 40 samples, one class after another."""
+    labels = torch.arange(120) // 40
+    return DataLoader(TensorDataset(torch.randn(120, 4), labels), batch_size=8, **settings)
+
+
+class Reading:
+    """A loader that is neither a list nor of torch, and that counts what is read of it."""
+
+    def __init__(self) -> None:
+        self.batches, self.read = [*by_class()], 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self):
+        for batch in self.batches:
+            self.read += 1
+            yield batch
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        by_class(),
+        by_class(drop_last=True),
+        by_class(num_workers=1),
+        [*by_class()],
+        tuple(by_class()),
+        Reading(),
+        DataLoader(by_class().dataset, batch_sampler=BatchSampler(range(120), 8, drop_last=False)),
+    ],
+    ids=["loader", "drop_last", "worker", "list", "tuple", "own", "batch_sampler"],
+)
+def test_held_out_data_are_spread_over_data_that_are_sorted_by_class(loader) -> None:
+    task = ck.Task(val=loader)
+    held, again = (held_out(task, 30, (0,)).val for _ in range(2))
+    assert [len(y) for _, y in held] == [8, 8, 8, 8]  # whole batches, as some models take one size alone
+    assert torch.cat([y for _, y in held]).bincount(minlength=3).min() >= 8
+    assert all(torch.equal(x, y) for one, other in zip(held, again, strict=True) for x, y in zip(one, other, strict=True))
+    assert torch.equal(held[0][0][0], next(iter(loader))[0][0])
+
+
+def test_no_more_samples_are_read_than_are_held_out() -> None:
+    read = []
+
+    class Watched(TensorDataset):
+        def __getitem__(self, i):
+            read.append(i)
+            return super().__getitem__(i)
+
+    data = Watched(*by_class().dataset.tensors)
+    held_out(ck.Task(val=DataLoader(data, batch_size=8)), 24, (0,))
+    assert read == [*range(8), *range(0, 120, 5)]  # the first batch says how many rows there are
+
+
+@pytest.mark.parametrize("samples", [113, 120, 1000])
+def test_all_data_are_held_out_where_there_are_not_more(samples) -> None:
+    data = by_class()
+    held = held_out(ck.Task(val=data), samples, (0,)).val
+    assert torch.equal(torch.cat([x for x, _ in held]), data.dataset.tensors[0])
+
+
+def test_shuffled_data_are_held_out_as_they_come() -> None:
+    first = held_out(ck.Task(val=by_class(shuffle=True, generator=torch.Generator().manual_seed(0))), 30, (0,)).val
+    assert [len(y) for _, y in first] == [8, 8, 8, 8]
+
+
+def test_the_folder_of_the_other_direction_is_refused_by_name(tmp_path) -> None:
+    task = ck.Task(val=batches(8), metric=torch.nn.functional.mse_loss, higher_is_better=True)
+    wrong = Workshop(
+        model=torch.nn.Linear(4, 3), task=task, held=task, out=tmp_path, samples=8, batch=1, threads=1, seconds=0.02, seed=0,
+        target=ck.quant.X86,
+    )  # fmt: skip
+    wrong.prepare()
+    wrong.prepare()
+    right = replace(wrong, task=replace(task, higher_is_better=False))
+    with pytest.raises(ck.CheckpointError, match=r"of another higher_is_better \(there: True, here: False\) for Linear"):
+        right.prepare()

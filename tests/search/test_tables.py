@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import runpy
+from dataclasses import replace
 
 import onnx
 import pytest
@@ -12,6 +14,9 @@ from torch import nn
 
 import compresskit as ck
 from compresskit.search.candidate import Candidate, Removable
+from compresskit.search.explore import in_float
+from compresskit.search.figures import Figures
+from compresskit.search.outcome import Tried
 from compresskit.search.proxy import Workshop
 from compresskit.search.source import SourceWriter
 
@@ -88,3 +93,39 @@ def test_what_is_cut_is_trained_before_its_weights_are_rounded() -> None:
     )
     (alone,) = Candidate(bits="weights4").stages(order=Removable(), samples=7, train=train)
     assert isinstance(alone, ck.quant.WeightQuant)
+
+
+class Factors(nn.Module):
+    """Matrix factorisation, which has tables and no MACs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user, self.item = nn.Embedding(50, 16), nn.Embedding(50, 16)
+
+    def forward(self, user: torch.Tensor, item: torch.Tensor) -> torch.Tensor:
+        return (self.user(user) * self.item(item)).sum(-1)
+
+
+def test_a_model_without_macs_is_compressed_to_a_budget_of_bytes_and_to_none_of_macs(tmp_path) -> None:
+    torch.manual_seed(0)
+    pairs = [(*torch.randint(0, 50, (2, 64)), torch.randn(64))]
+    ratings = ck.Task(train=pairs, val=pairs, loss=F.mse_loss, metric=F.mse_loss, higher_is_better=False)
+    quick = {"trials": 2, "finalists": 1, "seconds": 0.02}
+    model = Factors()
+    found = ck.compress(model, ratings, ck.at_most(bytes="0.6x"), out=tmp_path / "bytes", **quick)
+    assert found.onnx.stat().st_size <= 0.6 * found.dense.bytes
+    assert found.figures.macs == found.dense.macs == 0
+    wanted = r"at_most\(macs=...\): wanted a share of the MACs of Factors, which has none .* give a budget of bytes"
+    with pytest.raises(ck.SettingError, match=wanted):
+        ck.compress(model, ratings, ck.at_most(macs="0.5x"), out=tmp_path / "macs", **quick)
+    found = ck.compress(model, ratings, ck.at_most(macs=100, bytes="0.6x"), out=tmp_path / "bytes", **quick)
+    assert found.figures.macs == 0  # within any number of them
+
+
+def test_shares_of_nothing() -> None:
+    nothing = Figures(metric=1.0, drop=0.0, latency=1.0, bytes=10, macs=0)
+    assert nothing.excesses({"macs": 0.0, "bytes": 10}) == {}
+    assert replace(nothing, macs=1).excesses({"macs": 0.0}) == {"macs": math.inf}
+    lost = replace(nothing, latency=3.0)
+    tried = {c: Tried(candidate=c, figures=lost) for c in (Candidate(), Candidate(blocks=1))}
+    assert in_float(tried, {"latency": 2.0}, nothing) == Candidate(blocks=1, bits="float")

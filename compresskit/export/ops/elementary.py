@@ -13,7 +13,7 @@ def elementary_translations() -> dict[Any, Any]:
     from onnxscript import opset18 as op  # heavy, and only exporting needs it
 
     def number(value: float, like):  # type: ignore[no-untyped-def]
-        return op.CastLike(op.Constant(value_float=value), like)
+        return op.CastLike(op.Constant(value_float=value), like)  # type: ignore[type-var]
 
     def log_sigmoid(x):  # type: ignore[no-untyped-def]
         return op.Neg(op.Softplus(op.Neg(x)))  # the logarithm of a sigmoid that is 0 is none
@@ -24,7 +24,7 @@ def elementary_translations() -> dict[Any, Any]:
 
     def logaddexp2(a, b):  # type: ignore[no-untyped-def]
         log2 = number(math.log(2), a)
-        return logaddexp(a * log2, b * log2) / log2
+        return logaddexp(a * log2, b * log2) / log2  # type: ignore[no-untyped-call]
 
     def atan2(y, x):  # type: ignore[no-untyped-def]
         zero, pi, half = (number(value, x) for value in (0.0, math.pi, math.pi / 2))

@@ -11,7 +11,7 @@ from torch import nn
 
 from compresskit.base.budget import Budget, Budgeted, check_budget, keep
 from compresskit.base.distributed import on_rank_zero, world_size
-from compresskit.base.errors import SettingError
+from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.inputs import calibration_inputs
 from compresskit.base.settings import check_field_types
 from compresskit.base.stage import PROPERTIES, Stage
@@ -124,6 +124,7 @@ class Prune(Budgeted, Stage):
             target = self._fraction_after(step)
             if target < kept * (1 - 1e-6) or self.steps == 1:
                 plan = self._plan(model, task, target / kept)
+                self._check_counts(model, plan)
                 plans.append(plan)
                 log.info("%s", plan)
                 kept = self._kept(kept, target, model, plan)
@@ -176,11 +177,20 @@ class Prune(Budgeted, Stage):
             whole_heads=self.whole_heads,
         )
 
+    def _check_counts(self, model: nn.Module, plan: Plan) -> None:
+        """Raise ModelError for a budget of MACs where the model has none: nothing could go, and all would be kept."""
+        if self.budget.quantity == "macs" and plan.macs_before == 0:
+            raise ModelError(
+                f"Prune(budget=...): wanted {self.budget.kept:.1%} of the MACs of {type(model).__name__}, which has none"
+                " (lookups in tables and products of values are not counted); ask for a share of the parameters or bytes, such as"
+                f" ck.keep(parameters={self.budget.kept:g})"
+            )
+
     def _kept(self, kept: float, target: float, model: nn.Module, plan: Plan) -> float:
         """Fraction of the first model that stays after a plan, in the unit of the budget."""
         unit = counted_unit(self.budget)
         if unit == "MACs":
-            return kept * plan.macs / plan.macs_before
+            return kept * plan.macs / plan.macs_before if plan.macs_before else target
         if unit == "parameters":
             return kept * count_parameters(apply_(copy_model(model), plan)) / count_parameters(model)
         return target

@@ -233,7 +233,9 @@ def _factorable(
             if name and any(p is not None and sum(size > 1 for size in p.shape) > 1 for p in module._parameters.values()):
                 locked[name] = f"{type(module).__name__} is not factored"
             continue
-        if (reason := _why_whole(name, module, ignore)) is not None:
+        if not name:
+            locked[type(module).__name__] = "it is the whole model, in which it cannot be replaced by factors"
+        elif (reason := _why_whole(name, module, ignore)) is not None:
             locked[name] = reason
         elif any(owners[id(p)] > 1 for p in module.parameters()) or names[id(module)] > 1:
             locked[name] = "its weights are tied to another layer's"

@@ -13,8 +13,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from html import escape
@@ -28,7 +27,7 @@ from compresskit.base.budget import remove
 from compresskit.base.errors import CheckpointError, ModelError, SettingError
 from compresskit.base.files import FORMAT, read_json, read_tensors, write_json, write_tensors
 from compresskit.base.fingerprint import describe, describe_by_value, fingerprint
-from compresskit.base.randomness import rng_state, seed_generators_, set_rng_state_
+from compresskit.base.randomness import generators_kept, seed_generators_
 from compresskit.base.stage import Stage
 from compresskit.base.task import Task
 from compresskit.graph.surgery import copy_model
@@ -245,7 +244,7 @@ def sweep(
     if not seeds:
         raise SettingError("sweep(seeds=...): wanted at least one whole number")
     store = _Store(None if out is None else Path(out), {} if out is None else _depends_on(model, task, settings))
-    with _generators_kept():
+    with generators_kept():
         for seed in seeds:
             _fill_(store, model, task, settings, seed)
     points = tuple(point for seed in seeds for method in chosen for r in sorted(ratios) if (point := store.find(method, r, seed)))
@@ -284,15 +283,6 @@ def _depends_on(model: nn.Module, task: Task, settings: SweepSettings) -> dict[s
     chosen = {"train": settings.train, "at": settings.at, "finetune": settings.finetune, "rewind": settings.rewind.to}
     rest = {"trained": settings.trained, "loss": task.loss, "metric": task.metric}
     return {"model": fingerprint(model), "data": data, **{name: describe(value) for name, value in (chosen | rest).items()}}
-
-
-@contextmanager
-def _generators_kept() -> Iterator[None]:
-    state = rng_state()
-    try:
-        yield
-    finally:
-        set_rng_state_(state)
 
 
 def _dense_network(

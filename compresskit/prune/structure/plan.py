@@ -65,7 +65,7 @@ class Plan:
     scales: dict[str, tuple[float, tuple[int, ...]]] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        head = f"{self.macs / self.macs_before:.1%} of {self.macs_before / 1e6:.2f} M MACs stay" + (
+        head = f"{self.macs / max(1, self.macs_before):.1%} of {self.macs_before / 1e6:.2f} M MACs stay" + (
             f"; {self.note}" if self.note else ""
         )
         rows = [

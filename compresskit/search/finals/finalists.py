@@ -87,11 +87,19 @@ class Finals:
     def run(self, tried: Sequence[Tried], most: int) -> Tried | None:
         """Run up to `most` finalists, together with other processes; the best that keeps all ceilings, or None.
 
+        Where they are trained, files without training that keep all ceilings, too, and promise more than the best of them are
+        run after that.
+
         Args:
             tried: candidates with figures; those that are run, here or elsewhere, get `trained`, `stopped`, `rejected` or
                 `untrainable`.
-            most: number of runs, of all processes; those that failed do not count, but one more of them ends it.
+            most: number of runs, of all processes; those that failed do not count, but one more of them ends it. It is that of
+                runs without training, too, once there is a file to hand over.
         """
+        best = self._run_finalists(tried, most)
+        return best if self.train is None else self._run_untrained(tried, most)
+
+    def _run_finalists(self, tried: Sequence[Tried], most: int) -> Tried | None:
         while True:
             with self.worker.alone(TURN):
                 at_work = self._look_(tried)
@@ -104,15 +112,41 @@ class Finals:
                 if not ended and done + len(at_work) < most and failed <= most:
                     following = self.next_finalist(tried, best, at_work)
                 if following is not None:
-                    trial = self.study.ask()
-                    trial.set_user_attr("folder", self.folder(following.candidate).name)
-                    trial.set_user_attr(WORKER, self.worker.name)
+                    trial = self._trial(self.folder(following.candidate))
             if following is not None:
                 self.run_one(following, trial)
             elif ended or not at_work:
                 return best
             else:
                 time.sleep(PAUSE)
+
+    def _run_untrained(self, tried: Sequence[Tried], most: int) -> Tried | None:
+        """Run candidates without training that were measured within all ceilings so, as long as they promise more than the best.
+
+        A training can make a file too large, or fail, and a finalist can lose more with it than others without.
+        """
+        while True:
+            with self.worker.alone(TURN):
+                at_work = self._look_(tried)
+                ended = self._look_at_untrained_(tried)
+                best, following = self._best(tried), None
+                if best is None or len(ended) < most:
+                    following = self.next_untrained(tried, best, {*ended, *at_work})
+                if following is not None:
+                    trial = self._trial(self.folder(following.candidate, trains=False))
+            if following is not None:
+                self._run_one_untrained(following, trial)
+            elif not at_work:
+                return best
+            else:
+                time.sleep(PAUSE)
+
+    def _trial(self, folder: Path) -> Any:
+        """A trial of this process for the run in a folder."""
+        trial = self.study.ask()
+        trial.set_user_attr("folder", folder.name)
+        trial.set_user_attr(WORKER, self.worker.name)
+        return trial
 
     def _look_(self, tried: Sequence[Tried]) -> set[str]:
         """Enter what is known of runs, and return the folders of those that living processes work on."""
@@ -136,10 +170,34 @@ class Finals:
                 found.stopped, found.training_seconds = about["stopped"], about["seconds"]
             elif trial.state == self.states.COMPLETE:
                 found.trained, found.untrained = Figures(**about["figures"]), about.get("untrained", False)
+                found.discarded = Figures(**about["discarded"]) if "discarded" in about else None
                 found.training_seconds = found.trained.seconds
                 if found.figures is not None and found.promise > 0:
-                    self.remaining = max(found.trained.drop / found.promise, LEAST_LEFT)
+                    lost = min(each.drop for each in (found.trained, found.discarded) if each is not None)
+                    self.remaining = max(lost / found.promise, LEAST_LEFT)
         return at_work
+
+    def _look_at_untrained_(self, tried: Sequence[Tried]) -> set[str]:
+        """Enter what is known of runs without training, where it is better, and return the folders of those that have ended."""
+        of_folder = {self.folder(t.candidate, trains=False).name: t for t in tried}
+        ended = set()
+        for trial in self.study.get_trials(deepcopy=False, states=(self.states.COMPLETE, self.states.FAIL)):
+            about = trial.user_attrs
+            found = of_folder.get(about.get("folder"))
+            if found is None or (trial.state == self.states.FAIL and "rejected" not in about):
+                continue
+            ended.add(about["folder"])
+            if trial.state == self.states.FAIL:
+                continue
+            figures = Figures(**about["figures"])
+            if found.trained is None or self._rank(figures) < self._rank(found.trained):
+                found.trained, found.discarded, found.untrained = figures, found.trained, True
+                found.training_seconds = found.training_seconds or figures.seconds
+        return ended
+
+    def _rank(self, figures: Figures) -> tuple[bool, float]:
+        """Of two files of one candidate, with and without training, that with the lesser value is the better one."""
+        return bool(figures.excesses(self.ceilings)), figures.drop
 
     def _best(self, tried: Sequence[Tried]) -> Tried | None:
         """The candidate with the least of what is minimised among those whose trained files keep all ceilings.
@@ -195,6 +253,28 @@ class Finals:
             left = [pair for pair in left if replace(pair[1].candidate, effort="fast") not in networks] or left
         return min(left, key=lambda pair: (pair[1].promise, pair[0].drop, pair[0].latency), default=(None, None))[1]
 
+    def next_untrained(self, tried: Sequence[Tried], best: Tried | None, taken: Container[str] = ()) -> Tried | None:
+        """The candidate to run next without training; None where none promises more than `best` by its file without training.
+
+        Such a file was measured within all ceilings, and there is none of the candidate with training that keeps them.
+        taken: folders of those whose runs have ended, or that other processes run.
+        """
+        left = []
+        for t in self.within(tried, surely=False):
+            kept = t.trained is not None and not t.trained.excesses(self.ceilings)
+            if t.figures is None or t.figures.excesses(self.ceilings) or kept or t.untrained:
+                continue
+            if self.folder(t.candidate, trains=False).name not in taken:
+                left.append((t.figures, t))
+        if left and best is not None and best.trained is not None:
+            least = best.trained.get(self.minimise)
+            # Times of two files are told apart by no less than the noise.
+            least = self.stopwatch.surely(least) if self.minimise == "latency" else least
+            left = [(figures, t) for figures, t in left if figures.get(self.minimise) < least]
+        return min(left, key=lambda pair: (pair[0].get(self.minimise), pair[0].drop, pair[1].candidate.name), default=(0, None))[
+            1
+        ]
+
     def expects_to_keep(self, tried: Tried) -> bool:
         """Whether the drop of a candidate is expected to stay below its ceiling, by what is known before its training."""
         share = 1.0 if self.train is None else self.remaining
@@ -228,16 +308,31 @@ class Finals:
             trial.set_user_attr("rejected" if isinstance(error, ExportError) else "untrainable", str(error))
             self.study.tell(trial, state=self.states.FAIL)
             return
-        figures, untrained = self._figures(result, time.perf_counter() - begin), False
+        figures = with_training = self._figures(result, time.perf_counter() - begin)
         if self.train is not None and tried.figures is not None and tried.figures.drop < figures.drop:
             with suppress(ExportError):
                 plain = self._run(candidate, self.recipe(candidate, trains=False), trains=False)
                 without = self._figures(plain, time.perf_counter() - begin)
-                if without.drop < figures.drop:
-                    figures, untrained = without, True
-        trial.set_user_attr("untrained", untrained)
-        if figures.excesses(self.ceilings):
+                figures = min(figures, without, key=self._rank)
+        trial.set_user_attr("untrained", figures is not with_training)
+        if figures is not with_training:
+            trial.set_user_attr("discarded", asdict(with_training))
+        if with_training.excesses(self.ceilings):
             trial.set_user_attr(OVER, True)
+        trial.set_user_attr("figures", asdict(figures))
+        self.study.tell(trial, figures.metric)
+
+    def _run_one_untrained(self, tried: Tried, trial: Any) -> None:
+        """Run the recipe of a candidate without training, on all data, and tell its trial."""
+        begin, candidate = time.perf_counter(), tried.candidate
+        try:
+            result = self._run(candidate, self.recipe(candidate, trains=False), trains=False)
+        except ExportError as error:  # of this candidate; others may do
+            log.warning("compress: %s is not proved without training: %s", candidate.name, error)
+            trial.set_user_attr("rejected", str(error))
+            self.study.tell(trial, state=self.states.FAIL)
+            return
+        figures = self._figures(result, time.perf_counter() - begin)
         trial.set_user_attr("figures", asdict(figures))
         self.study.tell(trial, figures.metric)
 

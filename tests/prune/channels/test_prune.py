@@ -163,3 +163,25 @@ def test_stage_settings_matter() -> None:
 def test_bad_stages(settings, message) -> None:
     with pytest.raises(SettingError, match=message):
         stage(**settings)
+
+
+class Gated(nn.Module):
+    """Tables and products of values: nothing that counts as multiply-accumulates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user, self.item, self.scale = nn.Embedding(50, 16), nn.Embedding(50, 16), nn.Parameter(torch.ones(16))
+
+    def forward(self, user, item):
+        return (self.user(user) * self.item(item) * self.scale).sum(-1)
+
+
+def test_a_budget_of_macs_is_refused_where_there_are_none() -> None:
+    pairs = [(*torch.randint(0, 50, (2, 16)), torch.randn(16))]
+    task = ck.Task(train=pairs, val=pairs, loss=nn.functional.mse_loss, metric=nn.functional.mse_loss)
+    wanted = r"Prune\(budget=...\): wanted 50.0% of the MACs of Gated, which has none .* such as ck.keep\(parameters=0.5\)"
+    with pytest.raises(ModelError, match=wanted):
+        stage()(Gated(), task)
+    small = stage(budget=ck.keep(parameters=0.5))(Gated(), task)
+    assert ck.count_parameters(small) <= 0.5 * ck.count_parameters(Gated())
+    assert small.user.embedding_dim == small.item.embedding_dim == 8

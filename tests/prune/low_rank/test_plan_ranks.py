@@ -17,7 +17,7 @@ from torch import nn
 
 import compresskit as ck
 from compresskit.base.errors import CheckpointError, DataError, ModelError, SettingError
-from compresskit.graph.replacements import Factored
+from compresskit.graph.replacements import Factored, replace_module_
 from compresskit.graph.surgery import restructure_, structure
 from compresskit.prune.low_rank import LowRank, RankPlan, plan_ranks
 
@@ -153,3 +153,13 @@ def test_a_damaged_record_is_refused() -> None:
 def test_bad_settings(settings, message) -> None:
     with pytest.raises(SettingError, match=message):
         LowRank(**settings)
+
+
+@pytest.mark.parametrize(("layer", "shape"), [(nn.Linear(16, 32), (4, 16)), (nn.Conv2d(8, 16, 3), (4, 8, 6, 6))], ids=repr)
+def test_a_layer_that_is_the_whole_model_stays(layer, shape) -> None:
+    with pytest.raises(ModelError, match="whole layers: (Linear|Conv2d): it is the whole model, in which it cannot be replaced"):
+        plan_ranks(layer, torch.randn(shape), ck.keep(macs=0.9))
+    plan = plan_ranks(layer, torch.randn(shape), ck.keep(macs=1.0))
+    assert (plan.lines, list(plan.locked)) == ((), [type(layer).__name__])
+    with pytest.raises(ModelError, match="is the whole model, which cannot be replaced inside itself; put it into a model"):
+        replace_module_(layer, "", nn.Identity())

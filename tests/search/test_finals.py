@@ -1,0 +1,221 @@
+"""What may be handed over: of a finalist the better one of its files with and without training, and files that were measured."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from formula import figures_by_formula
+
+import compresskit as ck
+from compresskit.search.candidate import Candidate, Removable
+from compresskit.search.figures import Figures
+from compresskit.search.finals.finalists import Finals
+from compresskit.search.latency.stopwatch import Stopwatch
+from compresskit.search.outcome import Tried
+from compresskit.search.proxy import Workshop
+from compresskit.search.workers import Worker
+
+QUICK = {"trials": 2, "finalists": 1, "seconds": 0.02}
+CEILING = 1000
+WHOLE, HALF, QUARTER = Candidate(), Candidate(macs=0.5), Candidate(macs=0.25)
+
+
+def figures(drop: float, size: int = CEILING, latency: float = 1.0) -> Figures:
+    return Figures(metric=1 - drop, drop=drop, latency=latency, bytes=size, macs=size)
+
+
+def tried(candidate: Candidate, drop: float, size: int = CEILING) -> Tried:
+    return Tried(candidate=candidate, figures=figures(drop, size))
+
+
+@pytest.fixture
+def finals(model, task, tmp_path):
+    shop = Workshop(
+        model=model, task=task, held=task, out=tmp_path, samples=32, batch=1, threads=1, seconds=0.02, seed=0,
+        target=ck.quant.X86, trains=True,
+    )  # fmt: skip
+    worker = Worker(tmp_path)
+    with worker.at_work():
+        yield Finals(
+            workshop=shop, stopwatch=None, name="finals", order=Removable(), ceilings={"bytes": float(CEILING)}, minimise="drop",
+            train=ck.Train(steps=8, optimizer=partial(torch.optim.SGD, lr=0.01)), worker=worker,
+        )  # fmt: skip
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """(candidate, whether it is trained) -> figures of its file, or the error of its run, and what was run, in turn."""
+    files, runs = {}, []
+
+    def run(self, candidate, recipe, *, trains=True):
+        runs.append((candidate, trains))
+        if isinstance(files[candidate, trains], Exception):
+            raise files[candidate, trains]
+        return candidate, trains
+
+    monkeypatch.setattr(Finals, "_run", run)
+    monkeypatch.setattr(Finals, "_figures", lambda self, result, seconds: replace(files[result], seconds=seconds + 1))
+    return files, runs
+
+
+def test_a_finalist_whose_trained_file_is_too_large_is_handed_over_without_training(finals, told) -> None:
+    files, runs = told
+    candidates = [tried(WHOLE, 0.0), tried(HALF, 0.3, 500)]
+    files |= {(WHOLE, True): figures(-0.1, 2000), (WHOLE, False): figures(0.0)}
+    files |= {(HALF, True): figures(0.2, 600), (HALF, False): figures(0.3, 500)}
+    assert finals.run(candidates, 2) is candidates[0]
+    assert (candidates[0].untrained, candidates[0].trained.bytes, candidates[0].discarded.bytes) == (True, CEILING, 2000)
+    assert runs.count((WHOLE, False)) == 1
+    assert (HALF, False) not in runs  # it is worse than what there is
+    runs.clear()
+    again = [replace(t, trained=None, untrained=False, discarded=None) for t in candidates]
+    assert finals.run(again, 2) is again[0]  # as another process, or a search that goes on, sees it
+    assert runs == []
+    assert (again[0].untrained, again[0].discarded) == (True, candidates[0].discarded)
+
+
+def test_where_no_finalist_keeps_the_ceilings_a_file_that_was_measured_is_taken(finals, told, caplog) -> None:
+    files, runs = told
+    candidates = [tried(WHOLE, 0.0), tried(HALF, 0.1, 990), tried(QUARTER, 0.3, 980)]
+    files |= {(WHOLE, True): figures(0.0, 2000), (WHOLE, False): figures(0.0, 1001)}  # a little larger than it was
+    files |= {(HALF, False): ck.ExportError("it DISAGREES with its model"), (QUARTER, False): figures(0.35, 985)}
+    assert finals.run(candidates, 1) is candidates[2]
+    assert candidates[2].trained == replace(files[QUARTER, False], seconds=candidates[2].trained.seconds)
+    assert [each for each in runs if not each[1]] == [(WHOLE, False), (HALF, False), (QUARTER, False)]
+    assert "macs0.5-int8 is not proved without training: it DISAGREES" in caplog.text
+    assert finals.run([tried(WHOLE, 0.0), tried(HALF, 0.1, 990)], 1) is None  # what is known to be too large is not run again
+    assert len([each for each in runs if not each[1]]) == 3
+
+
+def test_where_trainings_fail_files_without_training_are_taken(finals, told) -> None:
+    files, _ = told
+    candidates = [tried(WHOLE, 0.1), tried(HALF, 0.2, 500)]
+    lost = ck.TrainingError("batch 5: the loss is not finite")
+    files |= {(WHOLE, True): lost, (HALF, True): lost, (WHOLE, False): figures(0.1), (HALF, False): figures(0.2, 500)}
+    assert finals.run(candidates, 1) is candidates[0]
+    assert candidates[0].untrained
+    assert candidates[0].untrainable == str(lost)
+
+
+def test_of_two_files_of_a_finalist_that_which_keeps_the_ceilings_is_the_better_one(finals, told) -> None:
+    files, _ = told
+    whole = tried(WHOLE, 0.0, CEILING)
+    files |= {(WHOLE, True): figures(0.1), (WHOLE, False): figures(0.0, CEILING + 1)}
+    assert finals.run([whole], 1) is whole
+    assert not whole.untrained
+
+
+def test_a_training_whose_file_is_too_large_is_no_rival_of_others(finals, told) -> None:
+    files, _ = told
+    files |= {(WHOLE, True): figures(0.1, 2000), (WHOLE, False): figures(0.0)}  # without it, it keeps the ceilings
+    finals.run([tried(WHOLE, 0.0)], 1)
+    assert [trial.user_attrs.get("over") for trial in finals.study.trials] == [True]
+
+
+def test_times_of_files_without_training_have_to_be_less_by_more_than_the_noise(finals, tmp_path) -> None:
+    watch = Stopwatch(dense=tmp_path, milliseconds=1.0, noise=0.05, inputs=(), threads=1, seconds=1.0)
+    finals = replace(finals, ceilings={"drop": 0.1}, minimise="latency", stopwatch=watch)
+    best, near = Tried(candidate=WHOLE, figures=figures(0.0), trained=figures(0.0)), tried(HALF, 0.0)
+    near.figures = figures(0.0, latency=0.96)
+    assert finals.next_untrained([best, near], best) is None
+    near.figures = figures(0.0, latency=0.94)
+    assert finals.next_untrained([best, near], best) is near
+    near.figures = figures(0.2, latency=0.94)  # which loses too much
+    assert finals.next_untrained([best, near], best) is None
+
+
+def test_the_search_says_why_a_file_is_without_training(model, task, tmp_path, monkeypatch) -> None:
+    """The metadata of a file tell of its training, and take bytes."""
+    plain = ck.compress(model, task, ck.at_most(bytes="0.5x"), out=tmp_path / "plain", **{**QUICK, "trials": 1})
+    monkeypatch.setattr("compresskit.search.explore.first_candidates", lambda **_: [Candidate()])
+    train = ck.Train(steps=4, optimizer=partial(torch.optim.SGD, lr=0.0, momentum=0.9, weight_decay=1e-4, nesterov=True))
+    budget = ck.at_most(bytes=plain.figures.bytes + 100)
+    found = ck.compress(model, task, budget, out=tmp_path / "trained", train=train, **{**QUICK, "trials": 1})
+    assert found.chosen.untrained
+    assert found.onnx.stat().st_size == found.figures.bytes <= plain.figures.bytes + 100 < found.chosen.discarded.bytes
+    assert f"It is the file without training; with it, it has bytes {found.chosen.discarded.bytes} > " in found.reason
+    assert "QAT" not in found.code.read_text()
+
+
+@pytest.mark.usefixtures("by_formula")
+def test_a_drop_is_the_difference_of_two_metrics_on_the_same_data(model, task, tmp_path) -> None:
+    found = ck.compress(model, task, ck.at_most(bytes="0.5x", drop=0.2), out=tmp_path / "s", held_out_samples=32, **QUICK)
+    assert found.dense.metric == pytest.approx(ck.evaluate(model, task), abs=1e-6)
+    assert found.dense.metric - found.figures.metric == pytest.approx(found.figures.drop, abs=1e-6)
+    record = found.to_json()
+    assert record["uncompressed"]["metric"] == found.dense.metric
+    first = ck.Task(train=task.train, val=task.val[:1])
+    assert record["uncompressed_held_out"]["metric"] == pytest.approx(ck.evaluate(model, first), abs=1e-6)
+    assert {t["candidate"]: t["data"] for t in record["tried"]} == {
+        t.candidate.name: "all" if t is found.chosen else "held out" for t in found.tried
+    }
+    rows = [line.split()[:2] for line in str(found).splitlines() if line.startswith("uncompressed")]
+    assert rows == [["uncompressed", "all"], ["uncompressed", "held"]]
+    assert "a drop is the difference to the uncompressed model on the same data; the ceiling on the drop is kept on all" in str(
+        found
+    )
+    whole = ck.compress(model, task, ck.at_most(bytes="0.5x"), out=tmp_path / "t", **QUICK)
+    assert str(whole).count("uncompressed  ") == 1
+    assert "held out" not in str(whole)
+    assert whole.to_json()["uncompressed_held_out"] == whole.to_json()["uncompressed"]
+
+
+def test_a_drop_on_a_part_of_the_data_alone_refuses_no_budget(model, task, tmp_path, monkeypatch) -> None:
+    def worse(*made) -> Figures:
+        return replace(figures_by_formula(*made), drop=0.5)
+
+    monkeypatch.setattr(Workshop, "_measured", worse)
+    budget = ck.at_most(drop=0.2)
+    found = ck.compress(model, task, budget, out=tmp_path / "s", held_out_samples=32, **QUICK)
+    assert found.figures.drop <= 0.2
+    with pytest.raises(ck.ModelError, match="none of 2 candidates meets"):  # of all data it is known
+        ck.compress(model, task, budget, out=tmp_path / "t", **QUICK)
+    measured = Finals._figures
+    monkeypatch.setattr(Finals, "_figures", lambda *given: replace(measured(*given), drop=0.3))
+    with pytest.raises(
+        ck.ModelError, match=r"none of 1 finalists meets .*drop=0.3\); ask for that, train \(minutes= or train=\),"
+    ):
+        ck.compress(model, task, budget, out=tmp_path / "u", held_out_samples=32, **QUICK)
+
+
+def test_a_budget_that_none_meets_has_the_reason_why_others_could_not_be_made(model, task, tmp_path, monkeypatch) -> None:
+    def some(self, candidate, *rest):
+        if candidate.macs < 1 and candidate.bits == "int8":
+            raise ck.DataError("its values are nan" if candidate.macs == 0.5 else "it has no channels")
+        return figures_by_formula(self, candidate, *rest)
+
+    monkeypatch.setattr(Workshop, "_measured", some)
+    ladder = [Candidate(), *(Candidate(macs=macs) for macs in (0.5, 0.25, 0.7))]
+    monkeypatch.setattr("compresskit.search.explore.first_candidates", lambda **_: ladder)
+    monkeypatch.setattr("compresskit.search.explore.asks_for_more", lambda candidate, tried: False)
+    with pytest.raises(
+        ck.ModelError,
+        match=r"the nearest that can is .*; [34] of \d candidates could not be made: it has no channels \([23] of them",
+    ):
+        ck.compress(model, task, ck.at_most(bytes=10), out=tmp_path / "s", **{**QUICK, "trials": 3})
+
+
+@pytest.mark.usefixtures("by_formula")
+@pytest.mark.parametrize("size", ["0.9x", 10], ids=["found", "refused"])
+def test_global_generators_are_left_as_they_were(size, model, task, tmp_path) -> None:
+    def drawn() -> list[float]:
+        return [float(torch.rand(())), float(np.random.rand()), random.random()]  # noqa: NPY002
+
+    def seed() -> None:
+        torch.manual_seed(7)
+        np.random.seed(7)  # noqa: NPY002
+        random.seed(7)
+
+    seed()
+    wanted = drawn()
+    seed()
+    try:
+        ck.compress(model, task, ck.at_most(bytes=size), out=tmp_path / "s", **QUICK)
+    except ck.ModelError:
+        assert size == 10
+    assert drawn() == wanted
