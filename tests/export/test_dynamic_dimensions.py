@@ -121,6 +121,7 @@ class Batch(nn.Module):
         return y / y.std(2, keepdim=True)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.14", reason="torch 2.11's export names no dimensions of what is in **batch")
 def test_a_length_varies_where_forward_takes_a_batch_by_name(tmp_path) -> None:
     model, x = Batch().eval(), torch.randn(4, 6, 4)
     other = {"x": torch.randn(3, 9, 4)}
