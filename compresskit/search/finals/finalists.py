@@ -271,9 +271,8 @@ class Finals:
             # Times of two files are told apart by no less than the noise.
             least = self.stopwatch.surely(least) if self.minimise == "latency" else least
             left = [(figures, t) for figures, t in left if figures.get(self.minimise) < least]
-        return min(left, key=lambda pair: (pair[0].get(self.minimise), pair[0].drop, pair[1].candidate.name), default=(0, None))[
-            1
-        ]
+        left.sort(key=lambda pair: (pair[0].get(self.minimise), pair[0].drop, pair[1].candidate.name))
+        return left[0][1] if left else None
 
     def expects_to_keep(self, tried: Tried) -> bool:
         """Whether the drop of a candidate is expected to stay below its ceiling, by what is known before its training."""
