@@ -163,7 +163,7 @@ def warn_of_conditions(
         example: its inputs, of which those of other sizes are made.
         dims: those that vary, (leaf of the example, dimension).
     """
-    if not dims:
+    if not dims or isinstance(model, fx.GraphModule):  # a graph takes no branches; of its model was warned when it was captured
         return
     conditions = [code for code in vars(program).get("_guards_code") or () if _SIZE.search(code)]
     sizes = _OtherSizes(program, model, example, dims)

@@ -216,6 +216,13 @@ def test_a_model_that_remembers_sizes_is_captured_for_others(rows, dynamic, call
     assert ck.verify_onnx(path, model, [IMAGE, *[(x,) for x in others]]).passed
 
 
+def test_a_graph_is_not_run_at_other_sizes(monkeypatch) -> None:
+    """It has no branches, and its recurrent operators would end the process where rows of their states are others."""
+    module = capture(kind(Positions()).eval(), TOKENS, dynamic=(0, 1)).module
+    monkeypatch.setattr("compresskit.graph.varying_dimensions._OtherSizes", lambda *args: pytest.fail("it was run"))
+    capture(module, TOKENS, dynamic=(0, 1))
+
+
 def test_neither_inputs_nor_buffers_are_written() -> None:
     model, x = kind(WritesItsInput()).eval(), torch.randn(4, 4)
     before = x.clone()
