@@ -38,7 +38,8 @@ from compresskit.quant.passes.channel_scaling import ScalingLink, divide_, links
 
 _CHANNEL_NORMS = frozenset({aten.layer_norm.default, aten.rms_norm.default})
 CHECKED_ROWS = 8  # on which a change is checked
-LARGEST_ERROR = 1e-3  # of the outputs, in root mean square: rounding in fp32 makes 1e-6 or so, a factor that is wrong far more
+SMALL_OUTPUT = 1e-2  # of the largest output: smaller ones are judged as if they had this size, since fp32 may cancel in them
+LARGEST_ERROR = 1e-3  # of each output, in root mean square: rounding in fp32 makes 1e-6 or so, a factor that is wrong far more
 SAMPLE_POSITIONS = 1024  # of each value, on which factors and shifts are tried
 
 
@@ -136,18 +137,24 @@ def keep_function_(
         if not count:
             return 0
         after = _float_outputs(model, captured, inputs)
-        size = sum(float(a.square().sum()) for a in before)
-        error = sum(float((a - b).square().sum()) for a, b in zip(before, after, strict=True))
-        if error <= LARGEST_ERROR**2 * size:
+        sizes = [_root_mean_square(a) for a in before]
+        least = SMALL_OUTPUT * max(sizes, default=0.0)
+        pairs = zip(before, after, sizes, strict=True)
+        error = max((_root_mean_square(a - b) / max(size, least, 1e-30) for a, b, size in pairs), default=0.0)
+        if error <= LARGEST_ERROR:
             return count
         for name, values in kept.items():
             get_tensor(model, name).copy_(values)
     warnings.warn(
         f"{what}: {type(model).__name__} computes something else once the ranges of its channels are evened out, by"
-        f" {(error / max(size, 1e-30)) ** 0.5:.1%} of its outputs, so they stay as they were; please report this network",
+        f" {error:.1%} of its outputs, so they stay as they were; please report this network",
         stacklevel=2,
     )
     return 0
+
+
+def _root_mean_square(values: Tensor) -> float:
+    return float(values.square().mean().sqrt()) if values.numel() else 0.0
 
 
 def _float_outputs(model: nn.Module, captured: Captured, inputs: Inputs) -> list[Tensor]:

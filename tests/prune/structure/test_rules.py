@@ -13,6 +13,7 @@ from pruned import assert_equals_zeroed, built, cut, planned
 from torch import nn
 
 from compresskit import count_macs, keep
+from compresskit.base.errors import ModelError
 from compresskit.prune import apply_, plan_channels
 from compresskit.prune.structure.rules.base import PROPAGATION_RULES, rule_for
 from compresskit.prune.structure.trial import TrialRepair, trial_plan
@@ -226,3 +227,17 @@ def test_a_weight_that_depends_on_data_is_named() -> None:
     )
     assert plan.locked["the weight of linear in 0 is computed in the forward pass"] == 32
     assert plan.remove
+
+
+def test_vectors_side_by_side_are_not_followed() -> None:
+    class Vectors(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 16), nn.Linear(32, 4)
+
+        def forward(self, x):
+            means = self.first(x).mean(0)
+            return self.last(torch.hstack([means, -means]))
+
+    with pytest.raises(ModelError, match=r"no rule for aten.hstack.default of vectors"):
+        plan_channels(Vectors().eval(), (torch.randn(4, 8),), budget=keep(macs=0.5))
