@@ -33,7 +33,7 @@ from real_networks import deployed, halved, photographs
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from compresskit.export.check.kernel_profile import ProfiledFile, profiler_cost, run_in_turn
+from compresskit.export.check.profile.kernels import ProfiledFile, profiler_cost, run_in_turn
 
 HERE = Path(__file__).parent
 CONVERSIONS = ("ReorderInput", "ReorderOutput")

@@ -63,7 +63,7 @@ from quantize_zoo import Reader  # noqa: E402
 from vision import cifar10  # noqa: E402
 
 import compresskit as ck  # noqa: E402
-from compresskit.export.check.layer_profile import profile_layers  # noqa: E402
+from compresskit.export.check.profile.layers import profile_layers  # noqa: E402
 from compresskit.measure import numpy_inputs, session  # noqa: E402
 
 PEERS = {"onnxruntime": "onnxruntime", "nncf": "nncf", "aimet": "aimet_onnx"}  # way -> package

@@ -15,7 +15,7 @@ from torch import nn
 import compresskit as ck
 from compresskit import measure
 from compresskit.base.errors import DataError, SettingError
-from compresskit.export.check.kernel_profile import profiling_session
+from compresskit.export.check.profile.kernels import profiling_session
 from compresskit.measure import count_nonzero, latency
 
 ONNXRUNTIME = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])

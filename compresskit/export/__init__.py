@@ -5,8 +5,8 @@ from compresskit.export.bundles.preprocess import Preprocess
 from compresskit.export.check.agreement import Agreement
 from compresskit.export.check.audit import Audit, audit
 from compresskit.export.check.benchmark import Timing, benchmark
-from compresskit.export.check.layer_profile import Profile
 from compresskit.export.check.levels import LevelVerification, verify_levels
+from compresskit.export.check.profile.layers import Profile
 from compresskit.export.check.verify import Verification, verify_onnx
 from compresskit.export.files import annotate, read_metadata
 from compresskit.export.onnx import export_onnx

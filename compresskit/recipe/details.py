@@ -13,7 +13,7 @@ from torch import nn
 
 from compresskit.base.errors import CompressError
 from compresskit.base.task import Inputs, RowDims, Task
-from compresskit.export.check.layer_profile import profile_layers
+from compresskit.export.check.profile.layers import profile_layers
 from compresskit.measure import few_rows
 from compresskit.quant import Quantized, diagnose
 from compresskit.recipe.outcomes import Outcomes

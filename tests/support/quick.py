@@ -17,7 +17,7 @@ from torch._logging._internal import trace_log
 from torch.onnx._internal._lazy_import import onnxscript_apis
 
 from compresskit import measure
-from compresskit.export.check import layer_profile
+from compresskit.export.check.profile import layers as layer_profile
 from compresskit.recipe import engine
 from compresskit.recipe.details import layer_times
 

@@ -1,1 +1,1 @@
-"""Checks of an ONNX file: verify, bisect, audit, compare optimization levels, benchmark."""
+"""Checks of an ONNX file: verify, bisect, audit, compare optimization levels, benchmark, profile."""

@@ -10,8 +10,8 @@ from typing import Any
 from compresskit.base.errors import SettingError
 from compresskit.base.inputs import AnyInputs
 from compresskit.export.check.benchmark import ask_for_sizes, random_inputs, shared_inputs
-from compresskit.export.check.layer_profile import Profile, profile_layers
-from compresskit.export.check.optimized_graph import (
+from compresskit.export.check.profile.layers import Profile, profile_layers
+from compresskit.export.check.profile.optimized_graph import (
     ANY_TYPE,
     FUSED,
     INTEGER_KERNELS,

@@ -16,7 +16,7 @@ from torch import nn
 from compresskit.base.errors import CompressError, SettingError
 from compresskit.base.task import Inputs, RowDims, repeated_rows, rows_that_run
 from compresskit.export import export_onnx
-from compresskit.export.check.layer_profile import profile_layers
+from compresskit.export.check.profile.layers import profile_layers
 from compresskit.measure import input_row_dims, latency, run_files, session
 from compresskit.quant.calibrated import CalibratedSettings
 from compresskit.quant.measured_placement.placement_model import OperatorTimes, operator_times

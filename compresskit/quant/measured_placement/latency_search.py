@@ -22,7 +22,7 @@ from torch import nn
 from compresskit.base.progress import progress_bar
 from compresskit.base.task import Inputs, row_dims
 from compresskit.export import export_onnx
-from compresskit.export.check.layer_profile import profile_layers
+from compresskit.export.check.profile.layers import profile_layers
 from compresskit.graph.capture import Captured
 from compresskit.graph.normalize import Node
 from compresskit.measure import latency

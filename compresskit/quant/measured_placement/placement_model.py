@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
-from compresskit.export.check.layer_profile import INPUTS, Profile
+from compresskit.export.check.profile.layers import INPUTS, Profile
 from compresskit.quant.numerics.minimum_cut import minimum_cut
 from compresskit.quant.passes.coverage import element_count, example_rows
 from compresskit.quant.passes.placement import Placement
@@ -73,7 +73,7 @@ def operator_times(graph: fx.Graph, placement: Placement, profile: Profile) -> O
 
 
 def layer_graph(graph: fx.Graph, placement: Placement) -> LayerGraph:
-    """Number the layers of a prepared graph as `export.check.file_layers` numbers those of its file."""
+    """Number the layers of a prepared graph as `export.check.profile.file_layers` numbers those of its file."""
     layer_of: dict[fx.Node, int] = {}
     members: list[list[str]] = []
     sizes: dict[tuple[int, int], int] = defaultdict(int)

@@ -17,7 +17,7 @@ from typing import Any
 from compresskit.base.errors import CheckpointError
 from compresskit.base.files import read_json, write_json
 from compresskit.base.inputs import AnyInputs
-from compresskit.export.check.kernel_profile import (
+from compresskit.export.check.profile.kernels import (
     MOST_EVENTS,
     Kernel,
     ProfiledFile,
@@ -25,7 +25,7 @@ from compresskit.export.check.kernel_profile import (
     profiler_cost,
     run_in_turn,
 )
-from compresskit.export.check.optimized_graph import RECURRENT_OPERATORS, WEIGHT
+from compresskit.export.check.profile.optimized_graph import RECURRENT_OPERATORS, WEIGHT
 
 BYTES_OF = {"double": 8, "int64": 8, "uint64": 8, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1, "bool": 1}  # others 4
 WIDEST_KERNEL = 16  # channels that a kernel computes at once

@@ -26,7 +26,7 @@ from torch import nn
 
 import compresskit as ck
 from compresskit.base.errors import DataError, ModelError, SettingError
-from compresskit.export.check.optimized_graph import optimized_model
+from compresskit.export.check.profile.optimized_graph import optimized_model
 from compresskit.measure import numpy_inputs, session
 from compresskit.quant import Scheme, diagnose, quantize_dynamic
 from compresskit.quant.dynamic import quantize_dynamic as dynamic_module

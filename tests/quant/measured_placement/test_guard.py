@@ -13,7 +13,7 @@ from torch import nn
 
 import compresskit as ck
 from compresskit.base.errors import ExportError, SettingError
-from compresskit.export.check.layer_profile import LayerTime, Profile, ProfiledLayer
+from compresskit.export.check.profile.layers import LayerTime, Profile, ProfiledLayer
 from compresskit.quant import quantize_static
 from compresskit.quant.effort import improve
 from compresskit.quant.measured_placement import beside_float, latency_search

@@ -11,7 +11,7 @@ from networks import Chain, Depthwise, Residual, build, image, images_task
 import compresskit as ck
 from compresskit import measure
 from compresskit.base.errors import SettingError
-from compresskit.export.check.layer_profile import profile_layers
+from compresskit.export.check.profile.layers import profile_layers
 from compresskit.quant import X86, prepare_qat, quantize_static
 from compresskit.quant.measured_placement import latency_search
 from compresskit.quant.measured_placement.latency_search import candidate_parts, choose_floating

@@ -10,7 +10,7 @@ import pytest
 from networks import build, image
 
 import compresskit as ck
-from compresskit.export.check.layer_profile import INPUTS, LayerTime, Profile, ProfiledLayer, profile_layers
+from compresskit.export.check.profile.layers import INPUTS, LayerTime, Profile, ProfiledLayer, profile_layers
 from compresskit.quant import X86
 from compresskit.quant.measured_placement.placement_model import LayerGraph, cheapest_division, layer_graph, predicted_placements
 from compresskit.quant.passes.placement import place_quantizers

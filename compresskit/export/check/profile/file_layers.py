@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 from compresskit.export.check.contents import PASSED_ON
-from compresskit.export.check.optimized_graph import (
+from compresskit.export.check.profile.optimized_graph import (
     FUSED,
     INTEGER_KERNELS,
     RECURRENT_OPERATORS,

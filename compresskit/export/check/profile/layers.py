@@ -14,9 +14,9 @@ from pathlib import Path
 
 from compresskit.base.errors import SettingError
 from compresskit.base.inputs import AnyInputs
-from compresskit.export.check.file_layers import BEFORE, FileLayer, kind_of, match_layers, optimized_layers
-from compresskit.export.check.kernel_profile import MOST_EVENTS, Kernel, ProfiledFile, ProfilerCost, profiler_cost, run_in_turn
-from compresskit.export.check.optimized_graph import INTEGER_KERNELS
+from compresskit.export.check.profile.file_layers import BEFORE, FileLayer, kind_of, match_layers, optimized_layers
+from compresskit.export.check.profile.kernels import MOST_EVENTS, Kernel, ProfiledFile, ProfilerCost, profiler_cost, run_in_turn
+from compresskit.export.check.profile.optimized_graph import INTEGER_KERNELS
 
 #: Operators that only change how values are stored.
 CONVERSIONS = frozenset("QuantizeLinear DequantizeLinear DynamicQuantizeLinear ReorderInput ReorderOutput Cast".split())

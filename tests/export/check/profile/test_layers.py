@@ -15,8 +15,8 @@ from torch import nn
 
 import compresskit as ck
 from compresskit.base.errors import ExportError, SettingError
-from compresskit.export.check.file_layers import FileLayer, file_layers, match_layers
-from compresskit.export.check.layer_profile import LayerTime, Profile, ProfiledLayer, profile_layers, slow_cause
+from compresskit.export.check.profile.file_layers import FileLayer, file_layers, match_layers
+from compresskit.export.check.profile.layers import LayerTime, Profile, ProfiledLayer, profile_layers, slow_cause
 from compresskit.quant import quantize_static
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from compresskit.base.errors import ExportError
 from compresskit.base.inputs import AnyInputs
-from compresskit.export.check.file_layers import file_layers, name_nodes_
+from compresskit.export.check.profile.file_layers import file_layers, name_nodes_
 from compresskit.export.files import read_proto
 from compresskit.measure import SHORT_SPIN, numpy_inputs, run_session, runtime_message, runtime_path, session
 
