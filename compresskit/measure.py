@@ -324,10 +324,13 @@ def runtime_message(error: BaseException) -> str:
     return line or type(error).__name__
 
 
-def run_session(session: Any, feed: Mapping[str, np.ndarray], path: str | Path) -> list[Any]:
-    """The outputs of a session for inputs by name. Raises ExportError, with what ONNX Runtime says, where it cannot run."""
+def run_session(session: Any, feed: Mapping[str, np.ndarray], path: str | Path, *, quiet: bool = False) -> list[Any]:
+    """The outputs of a session for inputs by name. Raises ExportError, with what ONNX Runtime says, where it cannot run.
+
+    quiet: print nothing there.
+    """
     try:
-        return session.run(None, feed)  # type: ignore[no-any-return]
+        return session.run(None, feed, _quiet_run() if quiet else None)  # type: ignore[no-any-return]
     except Exception as error:
         message = f"{path}: ONNX Runtime cannot run it: {runtime_message(error)}"
         if "Got invalid dimensions" in message:
@@ -337,13 +340,17 @@ def run_session(session: Any, feed: Mapping[str, np.ndarray], path: str | Path) 
 
 def run_files(paths: Sequence[str | Path], inputs: AnyInputs) -> None:
     """Run ONNX files once in ONNX Runtime, which prints nothing where one does not run; raises the runtime's error then."""
-    import onnxruntime as ort
-
-    quiet = ort.RunOptions()
-    quiet.log_severity_level = 4
     for path in paths:
         runner = session(path)
-        runner.run(None, numpy_inputs(runner, inputs, path), quiet)
+        runner.run(None, numpy_inputs(runner, inputs, path), _quiet_run())
+
+
+def _quiet_run() -> Any:
+    import onnxruntime as ort  # heavy, and only measuring and exporting need it
+
+    options = ort.RunOptions()
+    options.log_severity_level = 4
+    return options
 
 
 def latency(

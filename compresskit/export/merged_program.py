@@ -26,7 +26,7 @@ from compresskit.graph.layers.value_ranges import idle_activations
 from compresskit.graph.masks import transfer_masks_
 from compresskit.graph.normalize import IDENTITIES, Node, aten, functional_form, is_inplace
 from compresskit.graph.quantized import quantized_parts
-from compresskit.graph.reserved_names import rename_first, reserved_names
+from compresskit.graph.rewrites.reserved_names import rename_first, reserved_names
 
 log = logging.getLogger(__name__)
 

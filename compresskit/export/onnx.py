@@ -27,8 +27,8 @@ from compresskit.export.ops.translations import translations
 from compresskit.export.rewrite.dtypes import check_kernels, least_precise_dtype, store_bf16_, widen_to_fp32
 from compresskit.export.rows_without_keys import keep_rows_without_keys_
 from compresskit.graph.capture import Dynamic, check_runs, inputs_inside, trace, warn_of_state
-from compresskit.graph.exportable import drop_constant_outputs_, refuse_weights_of_samples
 from compresskit.graph.quantized import is_quantized, quantized_parts
+from compresskit.graph.rewrites.exportable import drop_constant_outputs_, refuse_weights_of_samples
 from compresskit.graph.surgery import call_unmoved, check_is_module, copy_model, mode, state_kept, unset_buffers_kept
 
 log = logging.getLogger(__name__)

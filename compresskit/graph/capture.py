@@ -29,13 +29,13 @@ from compresskit.base.errors import CompressError, ModelError, SettingError, nam
 from compresskit.base.inputs import AnyInputs, as_inputs, check_has_rows, misfit
 from compresskit.base.progress import stderr_held
 from compresskit.base.task import Inputs, batch_size, call, first_rows, shapes_of
-from compresskit.graph.exportable import make_exportable_
 from compresskit.graph.interpreter import run_graph
 from compresskit.graph.layers.packed_sequences import check_cell_states_, check_padded_outputs
 from compresskit.graph.layers.value_ranges import drop_idle_activations_
 from compresskit.graph.normalize import Node, fold_written_constants_, mutates_a_view, normalize_
 from compresskit.graph.recurrent import KeepRecurrent, restore_recurrent_
-from compresskit.graph.reserved_names import rename_first, rename_reserved_, reserved_names
+from compresskit.graph.rewrites.exportable import make_exportable_
+from compresskit.graph.rewrites.reserved_names import rename_first, rename_reserved_, reserved_names
 from compresskit.graph.surgery import call_unmoved, check_is_module, get_tensor, mode, state_kept, unset_buffers_kept
 from compresskit.graph.varying_dimensions import constant_dimensions, traced_after_other_sizes, warn_of_conditions
 

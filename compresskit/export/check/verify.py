@@ -15,6 +15,8 @@ kernels may round ties to the other side (onnxruntime#32132), and one step that 
 * Each output passes alone, and each part of it, such as a channel, whose errors the range of the whole would hide.
 * A float file passes by its largest error; in half precision, by the sum of that precision's roundings. As written, a file of
   which only weights are rounded counts as a float file; optimized, ONNX Runtime may round its activations, too.
+* Where a file names dimensions that vary, it runs at other sizes than the data's, too (`other_sizes`). A difference there does
+  not reject it, since data of those sizes may never come: a warning says it, and so does the record.
 * NaN and infinity agree with the same at the same places, and the record counts them. A file none of whose values is finite does
   not pass, since nothing was compared.
 """
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -49,6 +52,7 @@ from compresskit.export.check.agreement import (
 )
 from compresskit.export.check.bisect import first_layer_that_differs
 from compresskit.export.check.machines import MachineAgreement, MachineCheck, machines_named
+from compresskit.export.check.other_sizes import remark_on_other_sizes
 from compresskit.export.check.runtimes import OtherRuntime, RuntimeRun
 from compresskit.export.files import read_proto
 from compresskit.export.rewrite.dtypes import least_precise_dtype
@@ -74,6 +78,7 @@ class Verification:
         machines: whether other machines compute the same integers, for those that were asked for.
         runtime, elsewhere: where a quantized model's target is another runtime than ONNX Runtime: whether that executed the file,
             and how far it agrees, None where it did not.
+        other_sizes: what is wrong at sizes that the data has not, where dimensions vary; empty where nothing was found.
     """
 
     samples: int
@@ -84,6 +89,7 @@ class Verification:
     machines: tuple[MachineAgreement, ...] = ()
     runtime: RuntimeRun | None = None
     elsewhere: Agreement | None = None
+    other_sizes: str = ""
 
     @property
     def passed(self) -> bool:
@@ -109,6 +115,7 @@ class Verification:
             top = "" if level.agreement is None else f"same class {level.agreement:.2%}, "
             lines.append(f"  {name:<10}  {top}within a step {level.within_one:.2%}, largest error {level.largest:.3g} steps")
         lines += [f"  {remark}"] if (remark := not_finite_remark(levels.values())) else []
+        lines += [f"  but {self.other_sizes}"] if self.other_sizes else []
         lines += [f"  {self.runtime.note}"] if self.runtime and self.runtime.note else []
         lines += [f"  {each.machine:<10}  {each}" for each in self.machines]
         return "\n".join(lines)
@@ -168,12 +175,14 @@ def verify_onnx(
             others.add(inputs)
             samples += batch_size(inputs)
         zeros = "" if first is None else _lost_on_zeros(path, model, first, sessions)
+        sized = "" if first is None or random else remark_on_other_sizes(path, model, first, sessions, rounded=quantized)
     executions = _executions(outputs, [] if random else unrounded, other)
     allowed = steps_allowed(least_precise_dtype(model)), sys.float_info.max if signs else QUANTIZED_STEPS
     reason = _reason_to_reject(executions, quantized, allowed, weight_only=weight_only)
     reason += "" if not reason or first is None else RANDOM if random else _place(path, model, first)
     reason, run = reason or zeros or _machine_that_differs(others.result()), other.record if other else None
-    return _verification(executions, run, samples=samples, quantized=quantized, reason=reason, machines=others.result())
+    known = {"samples": samples, "quantized": quantized, "reason": reason, "machines": others.result()}
+    return _verification(executions, run, **known, other_sizes="" if reason else _warned(path, sized))
 
 
 def _depends_on_threads(proto: Any) -> bool:
@@ -238,6 +247,17 @@ def _lost_on_zeros(path: str | Path, model: nn.Module, inputs: Inputs, sessions:
 def _machine_that_differs(machines: Sequence[MachineAgreement]) -> str:
     """The reason to reject a file that overflows somewhere; empty where it does not."""
     return next((f"on {each.machine}: {each}; quantize for X86" for each in machines if each.layer), "")
+
+
+def _warned(path: str | Path, remark: str) -> str:
+    """The remark on other sizes, of which a warning is given, too."""
+    if remark:
+        warnings.warn(
+            f"{Path(path).name} names dimensions that vary, and agrees with its model at the sizes of the data, but {remark};"
+            " leave the dimension out of dynamic=, or export with an example of the sizes that will come",
+            stacklevel=3,
+        )
+    return remark
 
 
 def _place(path: str | Path, model: nn.Module, inputs: Inputs) -> str:

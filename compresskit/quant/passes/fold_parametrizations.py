@@ -21,8 +21,8 @@ from compresskit.graph.layers.stored import (
 )
 from compresskit.graph.masks import MASK_PREFIX, masks_of
 from compresskit.graph.normalize import Node, aten
-from compresskit.graph.reserved_names import RESERVED
-from compresskit.graph.stored_products import TRANSPOSES
+from compresskit.graph.rewrites.reserved_names import RESERVED
+from compresskit.graph.rewrites.stored_products import TRANSPOSES
 from compresskit.graph.surgery import get_tensor
 
 

@@ -22,7 +22,7 @@ from compresskit.base.errors import SettingError
 from compresskit.graph.capture import module_path, parameter_name
 from compresskit.graph.interpreter import read_count
 from compresskit.graph.normalize import Node, aten
-from compresskit.graph.stored_products import why_no_linear
+from compresskit.graph.rewrites.stored_products import why_no_linear
 from compresskit.quant.numerics.operators import OPERATOR_KINDS, bounds, fusible, is_float_tensor, is_global, keeps_grid
 from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.coverage import Coverage, LayerCost, coverage_of, layer_costs

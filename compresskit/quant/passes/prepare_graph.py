@@ -20,7 +20,7 @@ from compresskit.graph.layers.merging import MergedLayer, MergeRules
 from compresskit.graph.masks import transfer_masks_
 from compresskit.graph.normalize import source_line
 from compresskit.graph.quantized import quantized_parts
-from compresskit.graph.stored_products import rewrite_stored_products_
+from compresskit.graph.rewrites.stored_products import rewrite_stored_products_
 from compresskit.graph.surgery import copy_model, holds_nan, not_fp32, structure
 from compresskit.quant.numerics.bit_widths import TARGET_BITS, BitWidths, bits_record
 from compresskit.quant.numerics.targets import Target

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import compresskit as ck
 from compresskit.graph.capture import capture
 from compresskit.graph.masks import Masks, enforce_masks_, masks_of
-from compresskit.graph.stored_products import rewrite_stored_products_
+from compresskit.graph.rewrites.stored_products import rewrite_stored_products_
 from compresskit.quant import BlockScheme, diagnose, prepare_qat, quantize_dynamic, quantize_static, quantize_weights
 from compresskit.quant.numerics.targets import X86_NO_VNNI
 from compresskit.recipe.store import load, save
