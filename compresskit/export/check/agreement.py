@@ -8,7 +8,7 @@ hundred pixels.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -221,85 +221,3 @@ def _distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     finite = np.isfinite(a) & np.isfinite(b)
     squares = np.square(np.where(finite, a, 0) - np.where(finite, b, 0))
     return np.sqrt(squares.sum(1) / np.maximum(finite.sum(1), 1))
-
-
-Arrays = list[list[np.ndarray]]  # of each output, one for each of its shapes
-
-
-@dataclass(frozen=True, kw_only=True)
-class Execution:
-    """Outputs of one execution of a file, beside those of its model.
-
-    Attributes:
-        name: of the execution.
-        wanted, got: outputs of the model and of the file.
-        few: outputs of the first batches: of the model, of the file, and of the model without rounding; None for a float model.
-    """
-
-    name: str
-    wanted: Arrays
-    got: Arrays
-    few: tuple[Arrays, Arrays, Arrays] | None = None
-    whole: Agreement = field(init=False)  # of all outputs together
-
-    def __post_init__(self) -> None:
-        few = None if self.few is None else tuple([v for output in arrays for v in output] for arrays in self.few)
-        wanted, got = ([v for output in arrays for v in output] for arrays in (self.wanted, self.got))
-        object.__setattr__(self, "whole", _agreement(wanted, got, few, heads=len(self.wanted[0]) if self.wanted else 0))
-
-    def reason_to_reject(self, *, integers: bool, most: float, within: float) -> str:
-        """Why the file fails, or "".
-
-        Args:
-            integers: whether it computes in integers.
-            most: the largest error, in steps.
-            within: fraction of the values within two steps, of a file in integers.
-        """
-        if self.whole.not_finite == 1:
-            return f"{self.name}: no output value is finite, so nothing was compared"
-        for i, (wanted, got) in enumerate(zip(self.wanted, self.got, strict=True)):
-            few = None if self.few is None else (self.few[0][i], self.few[1][i], self.few[2][i])
-            if not any(v.size for v in wanted):
-                continue
-            level = self.whole if len(self.wanted) == 1 else _agreement(wanted, got, few, heads=0 if i else len(wanted))
-            reason = _reason_of_integers(level, most, within) if integers else _reason_of_floats(level, most)
-            if not reason and not integers and most <= FLOAT_STEPS:
-                reason = float_part_that_differs(wanted, got, most)
-            if not reason and integers and few and usable_reference(few[0], few[2]):
-                reason = quantized_part_that_differs(*few)
-            if reason:
-                return f"{self.name}{f', output {i}' if len(self.wanted) > 1 else ''}: {reason}"
-        return ""
-
-
-def _agreement(
-    wanted: list[np.ndarray], got: list[np.ndarray], few: tuple[list[np.ndarray], ...] | None, *, heads: int
-) -> Agreement:
-    level = compare(wanted, got, heads=heads)
-    exact = few and usable_reference(few[0], few[2])
-    return beside_unrounded(level, few[0], few[1], exact) if few and exact else level
-
-
-def _reason_of_floats(level: Agreement, most: float) -> str:
-    if level.largest <= most:
-        return ""
-    return f"the largest error is {level.largest:.3g} steps, a file of this precision may have {most:.3g}"
-
-
-def _reason_of_integers(level: Agreement, most: float, within: float) -> str:
-    if _is_within_noise(level):
-        return ""
-    if level.flips > 1 - QUANTIZED_AGREEMENT:
-        return f"the largest class agrees on {level.agreement:.2%} of the samples, wanted {QUANTIZED_AGREEMENT:.0%}"
-    if level.largest > most:
-        return f"the largest error is {level.largest:.3g} steps, a quantized file may have {most:.3g}"
-    if level.within_two < within:
-        return f"{level.within_two:.2%} of the values lie within two steps, wanted {within:.0%}"
-    return ""
-
-
-def _is_within_noise(level: Agreement) -> bool:
-    """Whether the error is small next to the quantization error, or the file as near to the unrounded model as the simulation."""
-    if level.noise is None or level.excess is None or not np.isfinite(level.largest):
-        return False
-    return level.noise <= QUANTIZED_NOISE or level.excess <= QUANTIZED_EXCESS

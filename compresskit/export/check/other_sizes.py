@@ -23,7 +23,7 @@ from compresskit.measure import numpy_inputs, run_session
 
 #: Distances are fractions of what the outputs vary by. Another size is judged by the data's own: so many times as far, plus that
 #: of an exact file or of one that rounds, whose noise depends on the values.
-TIMES_AS_FAR, EXACT, ROUNDED = 4, 1e-3, 0.05
+FARTHER, EXACT, ROUNDED = 4, 1e-3, 0.05
 ROWS = 2  # of the data, that other sizes are made of
 
 
@@ -58,7 +58,7 @@ def remark_on_other_sizes(path: str | Path, model: nn.Module, inputs: Inputs, se
         except ExportError as error:
             return _does_not_run(resized, error)
         pairs = zip(itertools.chain(*found), itertools.chain(*(before for before, _ in usual)), strict=True)
-        if any(distance > TIMES_AS_FAR * before + (ROUNDED if rounded else EXACT) for distance, before in pairs):
+        if any(distance > FARTHER * before + (ROUNDED if rounded else EXACT) for distance, before in pairs):
             return f"at inputs of shape {_shapes(resized)} the file gives something else than its model"
     return ""
 

@@ -40,17 +40,9 @@ from compresskit.base.errors import DataError
 from compresskit.base.inputs import AnyInputs, call_checked, each_inputs
 from compresskit.base.progress import progress_bar
 from compresskit.base.task import Inputs, batch_size, call
-from compresskit.export.check.agreement import (
-    QUANTIZED_STEPS,
-    QUANTIZED_WITHIN,
-    WEIGHT_ONLY_WITHIN,
-    Agreement,
-    Arrays,
-    Execution,
-    not_finite_remark,
-    steps_allowed,
-)
+from compresskit.export.check.agreement import QUANTIZED_STEPS, Agreement, not_finite_remark, steps_allowed
 from compresskit.export.check.bisect import first_layer_that_differs
+from compresskit.export.check.executions import Comparison
 from compresskit.export.check.machines import MachineAgreement, MachineCheck, machines_named
 from compresskit.export.check.other_sizes import remark_on_other_sizes
 from compresskit.export.check.runtimes import OtherRuntime, RuntimeRun
@@ -63,7 +55,6 @@ from compresskit.graph.surgery import mode, state_kept
 from compresskit.measure import numpy_inputs, run_session, session
 
 RANDOM = "; the model draws random numbers, of which a file draws its own"
-UNROUNDED_SAMPLES = 1000  # that show the quantization error: a ratio of norms of all their outputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,77 +145,52 @@ def verify_onnx(
     model, batches = _batches_inside(model, batches, inside) if inside else (model, batches)
     parts = quantized_parts(model).values()
     other = next((OtherRuntime(path, part.runtime) for part in parts if part.runtime != "onnxruntime"), None)
-    signs, quantized = takes_signs(model), bool(parts) or takes_signs(model)
-    weight_only = not signs and all(part.exact for part in parts)  # quantizers switched off leave rounded weights
-    outputs: list[list[list[np.ndarray]]] = [[], [], [], []]
-    unrounded, samples, first, random = list[list[np.ndarray]](), 0, None, False
+    signs = takes_signs(model)
+    found = Comparison(
+        quantized=bool(parts) or signs,
+        weight_only=not signs and all(part.exact for part in parts),  # quantizers switched off leave rounded weights
+        most_of_floats=steps_allowed(least_precise_dtype(model)),
+        most_of_integers=sys.float_info.max if signs else QUANTIZED_STEPS,
+    )
+    samples, first = 0, None
     with torch.no_grad(), mode(model, training=False), state_kept(model):
         for inputs in progress_bar(batches, total=total, desc=label, unit="batch"):
             drawn = _rng_states()
-            outputs[0].append(_arrays(call_checked(model, inputs, "verification data")))
-            random = random or any(not torch.equal(*pair) for pair in zip(drawn, _rng_states(), strict=False))
+            wanted = _arrays(call_checked(model, inputs, "verification data"))
+            found.random = found.random or any(not torch.equal(*pair) for pair in zip(drawn, _rng_states(), strict=False))
             first = inputs if first is None else first
-            if parts and not weight_only and samples < UNROUNDED_SAMPLES:
-                unrounded.append(_unrounded(model, inputs))
-            for store, run in zip(outputs[1:], sessions, strict=False):
-                store.append(_run(run, inputs, path))
+            unrounded = _unrounded(model, inputs) if parts and found.wants_unrounded else None
+            got = {name: _run(run, inputs, path) for name, run in zip(("as written", "optimized"), sessions, strict=True)}
             if executed:
-                executed(outputs[2][-1])
+                executed(got["optimized"])
             if other and other.compiled:
-                outputs[3].append(other.run(sessions[0], inputs))
+                got[f"in {other.record.name}"] = other.run(sessions[0], inputs)
             others.add(inputs)
+            found.add(wanted, got, unrounded=unrounded, samples=batch_size(inputs))
             samples += batch_size(inputs)
-        zeros = "" if first is None else _lost_on_zeros(path, model, first, sessions)
-        sized = "" if first is None or random else remark_on_other_sizes(path, model, first, sessions, rounded=quantized)
-    executions = _executions(outputs, [] if random else unrounded, other)
-    allowed = steps_allowed(least_precise_dtype(model)), sys.float_info.max if signs else QUANTIZED_STEPS
-    reason = _reason_to_reject(executions, quantized, allowed, weight_only=weight_only)
-    reason += "" if not reason or first is None else RANDOM if random else _place(path, model, first)
-    reason, run = reason or zeros or _machine_that_differs(others.result()), other.record if other else None
-    known = {"samples": samples, "quantized": quantized, "reason": reason, "machines": others.result()}
-    return _verification(executions, run, **known, other_sizes="" if reason else _warned(path, sized))
+        if first is None:
+            raise DataError("verify_onnx: no batch was given")
+        zeros = _lost_on_zeros(path, model, first, sessions)
+        sized = "" if found.random else remark_on_other_sizes(path, model, first, sessions, rounded=found.quantized)
+    levels = found.levels()
+    reason = f"{found.reason}{RANDOM if found.random else _place(path, model, first)}" if found.reason else zeros
+    reason = reason or _machine_that_differs(others.result())
+    return Verification(
+        samples=samples,
+        quantized=found.quantized,
+        plain=levels["as written"],
+        optimized=levels["optimized"],
+        reason=reason,
+        machines=others.result(),
+        runtime=other.record if other else None,
+        elsewhere=levels.get(f"in {other.record.name}") if other else None,
+        other_sizes="" if reason else _warned(path, sized),
+    )
 
 
 def _depends_on_threads(proto: Any) -> bool:
     """Whether a file has an operator of which each thread of ONNX Runtime finds the ranges of its own part of the batch."""
     return any(node.op_type == "DynamicQuantizeLSTM" for node in proto.graph.node)
-
-
-def _verification(executions: Iterable[Execution], run: RuntimeRun | None, **known: Any) -> Verification:
-    """The record. run: of the runtime that the file was written for, where that is another."""
-    levels = {execution.name: execution.whole for execution in executions}
-    elsewhere = levels.get(f"in {run.name}") if run else None
-    return Verification(plain=levels["as written"], optimized=levels["optimized"], runtime=run, elsewhere=elsewhere, **known)
-
-
-def _executions(
-    outputs: list[list[list[np.ndarray]]], unrounded: list[list[np.ndarray]], other: OtherRuntime | None
-) -> list[Execution]:
-    """Executions of a file beside its model; DataError for no batch. outputs: of the model, the file, optimized, elsewhere."""
-    if not outputs[0]:
-        raise DataError("verify_onnx: no batch was given")
-    names = ["as written", "optimized", *([f"in {other.record.name}"] if other and outputs[3] else [])]
-    wanted, *executed = map(_concatenated_outputs, outputs[: 1 + len(names)])
-    if not unrounded:
-        return [Execution(name=name, wanted=wanted, got=got) for name, got in zip(names, executed, strict=True)]
-    model, *few = (_concatenated_outputs(batches[: len(unrounded)]) for batches in outputs[: 1 + len(names)])
-    exact = _concatenated_outputs(unrounded)
-    return [
-        Execution(name=name, wanted=wanted, got=got, few=(model, first, exact))
-        for name, got, first in zip(names, executed, few, strict=True)
-    ]
-
-
-def _reason_to_reject(
-    executions: Iterable[Execution], quantized: bool, allowed: tuple[float, float], *, weight_only: bool
-) -> str:
-    """Why a file fails, or "". allowed: the largest error in steps, of a float file and of a quantized one."""
-    within = WEIGHT_ONLY_WITHIN if weight_only else QUANTIZED_WITHIN
-    for execution in executions:
-        integers = quantized and not (weight_only and execution.name == "as written")
-        if reason := execution.reason_to_reject(integers=integers, most=allowed[integers], within=within):
-            return reason
-    return ""
 
 
 def _lost_on_zeros(path: str | Path, model: nn.Module, inputs: Inputs, sessions: Sequence[Any]) -> str:
@@ -297,15 +263,6 @@ def _arrays(output: Any) -> list[np.ndarray]:
     """All tensors of an output, in order; a single number as an array of one, so that batches can be joined."""
     tensors = [v for v in pytree.tree_leaves(output) if isinstance(v, Tensor)]
     return [np.atleast_1d(v.detach().float().cpu().numpy()) for v in tensors]
-
-
-def _concatenated_outputs(batches: list[list[np.ndarray]]) -> Arrays:
-    """Concatenate each output over all batches; one array per shape, where an output has several."""
-    joined: list[dict[tuple[int, ...], list[np.ndarray]]] = [{} for _ in range(max(map(len, batches)))]
-    for batch in batches:
-        for arrays, output in zip(joined, batch, strict=False):
-            arrays.setdefault(output.shape[1:], []).append(output)
-    return [[np.concatenate(arrays[shape]) for shape in sorted(arrays)] for arrays in joined]
 
 
 def _unrounded(model: nn.Module, inputs: Inputs) -> list[np.ndarray]:

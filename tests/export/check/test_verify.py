@@ -15,7 +15,7 @@ from torch import nn
 
 import compresskit as ck
 from compresskit.base.errors import DataError, ExportError
-from compresskit.export.check import agreement, verify
+from compresskit.export.check import agreement, executions, verify
 from compresskit.quant import quantize_dynamic, quantize_static
 
 
@@ -305,13 +305,45 @@ def test_the_unrounded_model_runs_on_as_many_samples_as_its_error_needs(tmp_path
     quantized = quantize_static(model, [x])
     path, rows, unrounded = ck.export_onnx(quantized, tmp_path / "q.onnx", x), [], verify._unrounded
     monkeypatch.setattr(verify, "_unrounded", lambda q, inputs: (rows.append(len(inputs[0])), unrounded(q, inputs))[1])
-    monkeypatch.setattr(verify, "UNROUNDED_SAMPLES", 10)
+    monkeypatch.setattr(executions, "UNROUNDED_SAMPLES", 10)
     batches = [image(8) for _ in range(4)]
     some, few = (ck.verify_onnx(path, quantized, part) for part in (batches, batches[:2]))
     assert rows == [8, 8, 8, 8]  # two batches of each
     assert (some.samples, few.samples) == (32, 16)
     assert some.optimized.noise == few.optimized.noise is not None
     assert some.optimized.excess == few.optimized.excess
+
+
+class Shifted(networks.Chain):
+    """Gives something else for bright images."""
+
+    def forward(self, x):
+        return super().forward(x) + (x.mean((1, 2, 3)) - 50).relu()[:, None]
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_outputs_of_a_large_set_are_judged_in_pieces(quantized, tmp_path, monkeypatch) -> None:
+    """So that they need not be held; what is only in the last of them is seen."""
+    model, batches = build(networks.Chain), [image(8) for _ in range(5)]
+    model = quantize_static(model, batches) if quantized else model
+    path = ck.export_onnx(model, tmp_path / "f.onnx", image(2))
+    whole = ck.verify_onnx(path, model, batches)
+    held, judged = [], executions.Execution
+    monkeypatch.setattr(executions, "HELD", 160)
+    monkeypatch.setattr(executions, "Execution", lambda **known: (held.append(len(known["got"][0][0])), judged(**known))[1])
+    pieces = ck.verify_onnx(path, model, batches)
+    assert held == [16, 16, 16, 16, 8, 8]
+    assert pieces.passed
+    assert pieces.samples == whole.samples == 40
+    assert pieces.optimized.agreement == whole.optimized.agreement
+    assert pieces.optimized.within_one == pytest.approx(whole.optimized.within_one, abs=0.05)
+    assert (pieces.optimized.noise is None) is (not quantized)
+    if not quantized:
+        other = Shifted()
+        other.load_state_dict(model.state_dict())
+        bright = (batches[-1][0] + 100,)
+        assert ck.verify_onnx(path, other.eval(), batches).passed
+        assert not ck.verify_onnx(path, other.eval(), [*batches[:-1], bright]).passed
 
 
 def test_files_run_on_as_many_threads_as_torch(tmp_path, monkeypatch) -> None:
