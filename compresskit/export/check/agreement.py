@@ -2,7 +2,7 @@
 
 Each output is judged alone, and so are its parts: all that has one index in dimension 1, as the channels of a map, or in the last
 one, as the features of a sequence. The whole would hide the scores of a detector, between 0 and 1, behind its boxes of some
-hundred pixels.
+hundred pixels. Numbers that code fills in, such as -1e9 for classes that are masked, count as infinite: they would hide all else.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ QUANTIZED_STEPS = 16  # largest error: a single wrong output among many is an er
 FINER = 16  # steps of a part are at most so many times smaller than those of the whole, whose larger values round its own
 FEWEST = 32  # values of a part whose distances mean something
 TIMES_AS_FAR = 4  # as the simulation, from the unrounded model
+#: Of numbers that are filled in: their least size, how many times larger than all others they are, how few there are of them,
+#: and how often others are looked for behind them.
+LEAST_FILL, TIMES_LARGER, FEW_FILLS, FILLS = 1000, 100, 8, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +72,8 @@ def usable_reference(reference: list[np.ndarray], exact: list[np.ndarray]) -> li
     """
     if [v.shape for v in reference] != [v.shape for v in exact]:
         return None
-    centered = [v - v[np.isfinite(v)].mean() if np.isfinite(v).any() else v for v in exact]
+    right = [fills_as_infinity(*pair)[1] for pair in zip(reference, exact, strict=True)]
+    centered = [v - v[np.isfinite(v)].mean() if np.isfinite(v).any() else v for v in right]
     return exact if _error_norm(reference, exact) < _error_norm(centered, [np.zeros_like(v) for v in centered]) else None
 
 
@@ -88,12 +92,12 @@ def compare(reference: list[np.ndarray], outputs: list[np.ndarray], *, heads: in
 
     Raises ExportError for outputs of other shapes, or that are no numbers; DataError where they hold no values.
     """
-    steps, same_infinities = [], 0
+    steps, same_infinities, values = [], 0, 0
     shapes = [[v.shape for v in values] for values in (reference, outputs)]
     if len(reference) != len(outputs):
         raise ExportError(f"the file gives outputs of shapes {shapes[1]} where the model gives {shapes[0]}")
     reference, outputs = [_as_numbers(v) for v in reference], [_as_numbers(v) for v in outputs]
-    for wanted, got in zip(reference, outputs, strict=True):
+    for i, (wanted, got) in enumerate(zip(reference, outputs, strict=True)):
         if wanted.shape != got.shape:
             raise ExportError(f"the file gives an output of shape {got.shape} where the model gives {wanted.shape}")
         with np.errstate(invalid="ignore"):  # inf - inf
@@ -101,9 +105,13 @@ def compare(reference: list[np.ndarray], outputs: list[np.ndarray], *, heads: in
         equal = (wanted == got) | (np.isnan(wanted) & np.isnan(got))  # a masked logit of -inf agrees with itself
         error[equal] = 0
         same_infinities += int((equal & ~np.isfinite(wanted)).sum())
-        steps.append(error.ravel() / _step(wanted))
+        values += error.size
+        reference[i], outputs[i] = fills_as_infinity(wanted, got)
+        counted = np.isfinite(reference[i]) | ~equal
+        steps.append(error[counted] / _step(reference[i]))
     errors = np.nan_to_num(np.concatenate(steps or [np.zeros(0)]), nan=np.inf, posinf=np.inf)
-    if not errors.size:
+    errors = errors if errors.size else np.zeros(1)  # the same infinities everywhere
+    if not values:
         raise DataError(f"the outputs hold no values to compare, got shapes {shapes[0]}; give inputs with at least one row")
     classes = all(v.ndim > 1 and v.shape[_class_dim(v)] > 1 for v in reference[:heads])
     compared = [_compare_classes(*pair) for pair in zip(reference[:heads], outputs, strict=False)] if classes else []
@@ -114,8 +122,30 @@ def compare(reference: list[np.ndarray], outputs: list[np.ndarray], *, heads: in
         within_one=float((errors <= 1).mean()),
         within_two=float((errors <= 2).mean()),
         largest=float(errors.max()),
-        not_finite=same_infinities / errors.size,
+        not_finite=same_infinities / values,
     )
+
+
+def fills_as_infinity(*outputs: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The outputs, of one shape, with infinity for numbers that code fills in, as `masked_fill(~valid, -1e9)` does.
+
+    Those are a few numbers, the same in all outputs, and far larger than all others of the first.
+    """
+    first = outputs[0]
+    if first.dtype.kind != "f" or not first.size or len({v.shape for v in outputs}) > 1:
+        return outputs
+    filled, size = np.zeros(first.shape, bool), np.where(np.isfinite(first), np.abs(first), 0)
+    for _ in range(FILLS):
+        largest = size.max()
+        far = size > largest / 10
+        few = largest >= LEAST_FILL and len(np.unique(first[far])) <= FEW_FILLS
+        if not few or size[~far].max(initial=np.inf if (far | filled).all() else 0) > largest / TIMES_LARGER:
+            break
+        if any((v[far] != first[far]).any() for v in outputs[1:]):
+            break
+        filled |= far
+        size[far] = 0
+    return tuple(np.where(filled, np.copysign(np.inf, v), v) for v in outputs) if filled.any() else outputs
 
 
 def _as_numbers(output: np.ndarray) -> np.ndarray:
@@ -168,6 +198,7 @@ def float_part_that_differs(reference: Sequence[np.ndarray], outputs: Sequence[n
         allowed: the largest error, in steps of 1/255 of the part's own range.
     """
     for wanted, got in zip(reference, outputs, strict=True):
+        wanted, got = fills_as_infinity(wanted, got)
         whole = _ranges_of(wanted.reshape(1, -1))[0]
         for dim, (a, b) in _parts_of(wanted, got):
             with np.errstate(invalid="ignore"):  # inf - inf
@@ -189,7 +220,7 @@ def quantized_part_that_differs(
     without rounding.
     """
     for arrays in zip(reference, outputs, exact, strict=True):
-        for dim, (wanted, got, right) in _parts_of(*arrays):
+        for dim, (wanted, got, right) in _parts_of(*fills_as_infinity(*arrays)):
             if wanted.shape[1] < FEWEST:
                 continue
             least = np.maximum(_distances(wanted, right), _ranges_of(right) / 255)

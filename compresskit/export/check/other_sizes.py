@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import ExportError
-from compresskit.base.task import Inputs, batch_size, call, copied_tensors, first_rows, rows_that_run, shapes_of
+from compresskit.base.task import Inputs, call, copied_tensors, rows_that_run, shapes_of
+from compresskit.export.check.agreement import fills_as_infinity
 from compresskit.measure import numpy_inputs, run_session
 
 #: Distances are fractions of what the outputs vary by. Another size is judged by the data's own: so many times as far, plus that
@@ -42,12 +43,16 @@ def remark_on_other_sizes(path: str | Path, model: nn.Module, inputs: Inputs, se
     if any(value.is_cuda and not value.is_floating_point() for value in leaves):
         return ""  # an index outside of a table ends the process there
     names = {entry.name: entry.shape for entry in sessions[0].get_inputs()}
-    few = rows_that_run(partial(_outputs, model), first_rows(inputs, ROWS), inputs)
+    held, batch = _sizes_by_name(inputs, names)
+    if not held:
+        return ""
+    few = _resized(inputs, names, {batch: min(held.get(batch, ROWS), ROWS)})
+    few = rows_that_run(partial(_outputs, model), few, inputs)
     try:
         usual = [_distances(path, run, few, _outputs(model, few)) for run in sessions]
     except ExportError as error:
         return _does_not_run(few, error)
-    for sizes in _other_sizes(few, names):
+    for sizes in _other_sizes(held, batch):
         resized = _resized(few, names, sizes)
         try:
             wanted = _outputs(model, resized)
@@ -63,17 +68,21 @@ def remark_on_other_sizes(path: str | Path, model: nn.Module, inputs: Inputs, se
     return ""
 
 
-def _other_sizes(inputs: Inputs, names: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, int]]:
-    """Sizes of all dimensions that vary, by name: half of the data's, one more, and twice as many; rows stay few."""
+def _sizes_by_name(inputs: Inputs, names: Mapping[str, Sequence[Any]]) -> tuple[dict[str, int], str]:
+    """The sizes of all dimensions that vary, by name, and which of them has the rows: the first dimension of the first input; ""
+    where that is fixed.
+    """
     held: dict[str, int] = {}
     for value, shape in zip(_tensors(inputs, names), names.values(), strict=True):
         held |= {name: size for name, size in zip(shape, value.shape, strict=False) if isinstance(name, str)}
-    if not held:
-        return
-    rows = batch_size(inputs)
-    batch = next((name for name, size in held.items() if size == rows), "")
-    for times, plus, few in ((0.5, 0, 1), (1, 1, 3), (2, 0, 2)):
-        yield {name: few if name == batch else int(times * size) + plus or 1 for name, size in held.items()}
+    first = next((shape[0] for shape in names.values() if shape), "")
+    return held, first if isinstance(first, str) else ""
+
+
+def _other_sizes(held: Mapping[str, int], batch: str) -> Iterator[dict[str, int]]:
+    """Half of the data's sizes, one more, and twice as many; rows stay few."""
+    for times, plus, rows in ((0.5, 0, 1), (1, 1, 3), (2, 0, 2)):
+        yield {name: rows if name == batch else int(times * size) + plus or 1 for name, size in held.items()}
 
 
 def _tensors(inputs: Inputs, names: Mapping[str, Any]) -> list[Tensor]:
@@ -111,10 +120,10 @@ def _distances(
     distances, varied = [], []
     outputs = run_session(run, numpy_inputs(run, inputs, path), path, quiet=True)
     for i, (expected, got) in enumerate(zip(wanted, outputs, strict=False)):
+        expected, got = fills_as_infinity(expected, np.atleast_1d(got).astype(np.float64))
         spread = _root_mean_square(expected - expected[np.isfinite(expected)].mean() if np.isfinite(expected).any() else expected)
         varied.append(spread or _root_mean_square(expected) or 1.0)
         scale = max(spread, scales[i] / 10) if scales else varied[-1]
-        got = np.atleast_1d(got).astype(np.float64)
         alike = got.shape == expected.shape and np.array_equal(np.isfinite(got), np.isfinite(expected))
         with np.errstate(invalid="ignore"):  # inf - inf
             distances.append(_root_mean_square(got - expected) / scale if alike else np.inf)

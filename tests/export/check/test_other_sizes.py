@@ -12,7 +12,7 @@ from networks import build, image
 from torch import nn
 
 import compresskit as ck
-from compresskit.export.check.other_sizes import _other_sizes, _resized
+from compresskit.export.check.other_sizes import _other_sizes, _resized, _sizes_by_name
 from compresskit.quant import quantize_dynamic, quantize_static
 
 
@@ -86,6 +86,14 @@ def test_files_that_are_right_at_every_size_are_not_warned_of(network, quantize,
     assert not proof.other_sizes, proof
 
 
+def test_rows_that_the_file_is_fixed_to_stay(tmp_path) -> None:
+    model, x = nn.LSTM(6, 4, batch_first=True).eval(), torch.randn(5, 8, 6)
+    path = ck.export_onnx(model, tmp_path / "f.onnx", (x,), dynamic={"input": {1: "length"}})
+    proof = ck.verify_onnx(path, model, [(x,)])
+    assert proof.passed, proof
+    assert not proof.other_sizes
+
+
 def test_sizes_that_the_model_does_not_take_are_left_out(tmp_path) -> None:
     model, x = Strict().eval(), torch.randn(2, 16, 8)
     path = ck.export_onnx(model, tmp_path / "f.onnx", (x,), dynamic=(0, 1))
@@ -97,7 +105,7 @@ def test_sizes_that_the_model_does_not_take_are_left_out(tmp_path) -> None:
 def test_all_dimensions_of_a_name_change_together() -> None:
     inputs = {"x": torch.arange(12.0).view(2, 6), "mask": torch.ones(6, 6), "scale": torch.ones(1), "rest": 3}
     names = {"x": ["batch", "length"], "mask": ["length", "length"], "scale": [1]}
-    found = [_resized(inputs, names, sizes) for sizes in _other_sizes(inputs, names)]
+    found = [_resized(inputs, names, sizes) for sizes in _other_sizes(*_sizes_by_name(inputs, names))]
     assert [[tuple(value.shape) for value in list(each.values())[:3]] for each in found] == [
         [(1, 3), (3, 3), (1,)], [(3, 7), (7, 7), (1,)], [(2, 12), (12, 12), (1,)],
     ]  # fmt: skip

@@ -227,6 +227,46 @@ def test_small_outputs_beside_large_ones_are_compared_in_a_quantized_file(joined
     assert re.match(where, found.reason)
 
 
+class Filled(networks.Chain):
+    """Writes a large number over the outputs of one class, and over some of one image."""
+
+    def __init__(self, fill: float) -> None:
+        super().__init__()
+        self.fill = fill
+
+    def forward(self, x):
+        masked = (torch.arange(10) == 3) | ((torch.arange(10) > 6) & (x[:, :1, 0, 0] > 0))
+        return super().forward(x).masked_fill(masked, self.fill)
+
+
+@pytest.mark.parametrize("fill", [-1e4, -1e9, torch.finfo(torch.float32).min, -float("inf")])
+def test_numbers_that_are_filled_in_hide_nothing(fill, tmp_path) -> None:
+    torch.manual_seed(0)
+    model, other, x = Filled(fill).eval(), Filled(fill).eval(), image(32)
+    path = ck.export_onnx(model, tmp_path / "f.onnx", image(2))
+    assert ck.verify_onnx(path, model, [x]).passed
+    proof = ck.verify_onnx(path, other, [x])
+    assert not proof.passed
+    assert proof.optimized.within_two < 0.5
+    quantized, near = quantize_static(model, [x]), quantize_static(other, [x])
+    path = ck.export_onnx(quantized, tmp_path / "q.onnx", x)
+    assert ck.verify_onnx(path, quantized, [x]).passed
+    assert not ck.verify_onnx(path, near, [x]).passed
+
+
+def test_only_a_few_equal_numbers_far_from_all_others_are_fills() -> None:
+    fills = agreement.fills_as_infinity
+    a = np.array([0.5, -2.0, -1e9, -1e30, 3.0, np.nan])
+    np.testing.assert_array_equal(fills(a, a)[0], [0.5, -2, -np.inf, -np.inf, 3, np.nan])
+    b = a.copy()
+    b[2] = -1.1e9
+    np.testing.assert_array_equal(fills(a, b)[1], [0.5, -2, -1.1e9, -np.inf, 3, np.nan])  # not the same in both
+    for values in (np.full(4, 5000.0), np.array([1e6, 1e5, 1.0]), np.array([500.0, 0.1]), 1e6 + np.arange(20.0), np.zeros(0)):
+        assert fills(values, values)[0] is values
+    numbers = np.array([1_000_000, 3])
+    assert fills(numbers, numbers)[0] is numbers
+
+
 def test_only_numbers_are_compared() -> None:
     yes = np.array([[True, False]])
     assert agreement.compare([yes], [yes]).largest == 0
