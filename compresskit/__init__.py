@@ -17,6 +17,7 @@ from compresskit.base.errors import (
     StageOrderError,
     TrainingError,
 )
+from compresskit.base.errors import Interrupted as Interrupted  # not in `__all__`: it ends a run, and few catch it
 from compresskit.base.objective import Objective
 from compresskit.base.progress import Every
 from compresskit.base.stage import Stage

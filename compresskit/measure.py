@@ -8,7 +8,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from compresskit.base.errors import DataError, ExportError, SettingError
 from compresskit.base.inputs import AnyInputs, as_inputs, call_checked
@@ -172,7 +173,8 @@ class Evaluation:
         predictions = self.task.predicted(output).float()
         self.batches += 1
         if isinstance(self.task.metric, RunningMetric):
-            self.task.metric.update(predictions, target)
+            with checked_shapes(predictions, target):
+                self.task.metric.update(predictions, target)
         else:
             self.outputs.append((predictions.cpu(), to_device(target, "cpu")))
 
@@ -181,10 +183,59 @@ class Evaluation:
         if not self.batches:
             raise DataError("Task(val=...): the loader gave no batch")
         metric = self.task.metric
-        value = metric_value(metric.compute() if isinstance(metric, RunningMetric) else self.task.score(*_joined(self.outputs)))
+        found = metric.compute() if isinstance(metric, RunningMetric) else checked_score(self.task, *_joined(self.outputs))
+        value = metric_value(found)
         if finite and not math.isfinite(value):
             raise DataError(f"the metric is {value} on the validation set; look at the predictions and at Task(metric=...)")
         return value
+
+
+def checked_score(task: Task, predictions: Tensor, target: Any) -> Any:
+    """What the metric of a task, a function, gives; DataError where it compares each prediction with every target."""
+    with checked_shapes(predictions, target):
+        return task.score(predictions, target)
+
+
+def checked_shapes(predictions: Any, target: Any) -> AbstractContextManager[Any]:
+    """Inside the block, watch predictions (N, 1) beside targets (N,), or the other way round.
+
+    Most losses and metrics would broadcast them to (N, N), which raises DataError here. Other shapes are not watched.
+    """
+    if not isinstance(predictions, Tensor) or not isinstance(target, Tensor) or target.shape[:1] <= (1,):
+        return nullcontext()
+    shapes = predictions.shape, target.shape
+    row, column = sorted(shapes, key=len)
+    return BroadcastCheck(*shapes) if column == (*row, 1) and _broadcast_to(*shapes) is not None else nullcontext()
+
+
+def _broadcast_to(predictions: torch.Size, target: torch.Size) -> torch.Size | None:
+    """What they are broadcast to; None where they cannot be."""
+    try:
+        return torch.broadcast_shapes(predictions, target)
+    except RuntimeError:
+        return None
+
+
+class BroadcastCheck(TorchDispatchMode):
+    """Raise `DataError` where predictions and targets, one of them a column, are broadcast to (N, N)."""
+
+    def __init__(self, predictions: torch.Size, target: torch.Size) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.predictions, self.target = predictions, target
+        self.column, self.square = max(predictions, target, key=len), _broadcast_to(predictions, target)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        shapes = {leaf.shape for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)}
+        column = func is torch.ops.aten.expand.default and shapes == {self.column}
+        both = column or shapes == {self.predictions, self.target}
+        if both and isinstance(result, Tensor) and result.shape == self.square:
+            raise DataError(
+                f"predictions {tuple(self.predictions)} and targets {tuple(self.target)} are broadcast to {tuple(self.square)},"
+                f" each prediction beside every target; let the loader give targets {tuple(self.predictions)}, or pass a predict="
+                f" that gives predictions {tuple(self.target)}"
+            )
+        return result
 
 
 def metric_value(found: Any) -> float:

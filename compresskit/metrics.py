@@ -19,7 +19,10 @@ from compresskit.base.errors import DataError, SettingError
 from compresskit.base.inputs import Batches, call_checked, each_inputs
 from compresskit.base.settings import NO_EFFECT, check_field_types
 from compresskit.base.task import first_tensor
+from compresskit.graph.differences import without_fills
 from compresskit.graph.surgery import mode
+
+__all__ = ["OutputAgreement", "agreement", "float_targets"]
 
 Outputs = Literal["classes", "boxes", "psnr", "sqnr"]
 MOST_DECIBELS = 200.0  # of outputs that are equal
@@ -157,6 +160,7 @@ def _psnr(how: OutputAgreement, predictions: Tensor, targets: Tensor) -> tuple[f
 
 def _sqnr(_: OutputAgreement, predictions: Tensor, targets: Tensor) -> tuple[float, float]:
     """The powers of the signal and of the noise."""
+    targets, predictions = without_fills(targets, predictions)
     return float(targets.square().sum()), float((predictions - targets).square().sum())
 
 

@@ -85,6 +85,16 @@ BAD = {
         ModelError,
         r"apply_\(model, plan\): wanted a torch.nn.Module as the model, got Task",
     ),
+    "a plan for a loader": (
+        lambda: ck.Recipe(TRAIN).plan(NET, [], "runs/none"),
+        SettingError,
+        "Recipe.plan: wanted a Task, got list",
+    ),
+    "a plan with a model and a task swapped": (
+        lambda: ck.Recipe(TRAIN).plan(task(), NET, "runs/none"),
+        ModelError,
+        "Recipe.plan",
+    ),
     "diagnosis of a float model": (
         lambda: ck.quant.diagnose(nn.Linear(2, 2), torch.ones(1, 2)),
         ModelError,
@@ -96,7 +106,7 @@ BAD = {
         SettingError,
         r"Train\(clip=...\): wanted a number or None, got nan",
     ),
-    "clip below zero": (lambda: ck.Train(epochs=1, clip=-1.0), SettingError, "wanted a positive norm, got -1.0"),
+    "clip below zero": (lambda: ck.Train(epochs=1, clip=-1.0), SettingError, "wanted a positive, finite norm, got -1.0"),
     "accumulate nothing": (lambda: ck.Train(epochs=1, accumulate=0), SettingError, "a whole number >= 1, got 0"),
     "accumulate text": (
         lambda: ck.Train(epochs=1, accumulate="2"),
@@ -316,7 +326,7 @@ BAD = {
     "clip in prepare": (
         lambda: mixed.prepare(NET, torch.optim.SGD(NET.parameters(), lr=1), clip=-1),
         SettingError,
-        "clip must be positive and finite, got -1",
+        r"prepare\(clip=...\): wanted a positive, finite norm, got -1",
     ),
     "a level that is none": (lambda: mixed.level("O9"), SettingError, "O9"),
     "a scaler of nothing": (lambda: mixed.LossScaler(growth=0.5), SettingError, "wanted growth > 1"),

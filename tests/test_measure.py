@@ -36,6 +36,35 @@ def test_a_metric_that_is_not_finite_is_refused(value: str) -> None:
         ck.evaluate(build(networks.Chain), images_task(ck, metric=lambda p, t: float(value)))
 
 
+class SquaredError:
+    """A metric of batches, as people write one."""
+
+    higher_is_better = False
+
+    def reset(self):
+        self.sum, self.count = 0.0, 0
+
+    def update(self, predictions, target):
+        self.sum, self.count = self.sum + (predictions - target).square().mean() * len(target), self.count + len(target)
+
+    def compute(self):
+        return self.sum / self.count
+
+
+@pytest.mark.parametrize("metric", [lambda p, t: (p - t).square().mean(), SquaredError()], ids=["function", "running"])
+@pytest.mark.parametrize("column", ["predictions", "targets"])
+def test_a_metric_that_compares_each_prediction_with_every_target_is_refused(column: str, metric) -> None:
+    """A column beside a row is broadcast, and a perfect model looks like none."""
+    values = torch.arange(16.0)
+    given = {"predictions": (values[:, None], values), "targets": (values, values[:, None])}[column]
+    task = ck.Task(val=[given], metric=metric, higher_is_better=False)
+    with pytest.raises(DataError, match=r"are broadcast to \(16, 16\), each prediction beside every target; let the loader give"):
+        ck.evaluate(nn.Identity(), task)
+    assert ck.evaluate(nn.Identity(), ck.Task(val=[(values, values)], metric=metric, higher_is_better=False)) == 0
+    squeezed = ck.Task(val=[given], metric=lambda p, t: (p.flatten() - t.flatten()).square().mean(), higher_is_better=False)
+    assert ck.evaluate(nn.Identity(), squeezed) == 0
+
+
 def test_counts_from_first_principles() -> None:
     """The source document's example: 1024-100-20 has 104,400 weights, and one hidden neuron is 1,044 of them."""
     net = nn.Sequential(nn.Linear(1024, 100, bias=False), nn.ReLU(), nn.Linear(100, 20, bias=False))

@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, ClassVar, Literal, ParamSpec, TypeVar
 
 from compresskit.base.errors import SettingError
 from compresskit.base.settings import as_python, refuse_unknown_settings
@@ -100,35 +100,54 @@ def check_budget(budget: Any, where: str, allowed: tuple[Quantity, ...]) -> Budg
     where: the setting, for the message, such as "Prune(budget=...)".
     """
     if not isinstance(budget, Budget):
-        example = f"ck.remove({allowed[0]}=0.9)" if allowed == ("weights",) else f"ck.keep({allowed[0]}=0.5)"
-        raise SettingError(f"{where}: wanted a budget such as {example}, got {budget!r}")
+        raise SettingError(f"{where}: wanted a budget such as {_example(allowed[0])}, got {budget!r}")
     if budget.quantity not in allowed:
         raise SettingError(f"{where}: wanted a budget of {' or '.join(allowed)}, got {budget!r}")
     return budget
 
 
-def _refuse_quantities(where: str, settings: Mapping[str, Any]) -> None:
+def _example(quantity: Quantity) -> str:
+    return "ck.remove(weights=0.9)" if quantity == "weights" else f"ck.keep({quantity}=0.5)"
+
+
+def _refuse_quantities(where: str, settings: Mapping[str, Any], allowed: tuple[Quantity, ...]) -> None:
+    """Raise SettingError for a quantity, or a ratio, that is given as a setting; the message has a budget that is taken."""
     for name in ("ratio", *QUANTITIES):
-        if name in settings:
-            written = f"ck.keep({name}=...)" if name != "ratio" else "ck.remove(channels=...) or ck.remove(weights=...)"
-            raise SettingError(f"{where}({name}=...): it is not a setting; write budget={written}")
+        if name not in settings:
+            continue
+        written = next((_example(quantity) for quantity in allowed if quantity == name), _example(allowed[0]))
+        if name == "ratio" and "weights" not in allowed:  # a ratio is what goes
+            written = f"ck.remove({'channels' if 'channels' in allowed else allowed[0]}=0.5)"
+        other = "" if name in ("ratio", *allowed) else f", and a budget here is one of {' or '.join(allowed)}"
+        raise SettingError(f"{where}({name}=...): it is not a setting{other}; write budget={written}")
 
 
-def takes_budget(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorator of functions with a `budget`: a quantity given as a keyword of its own gets a message that says what to write."""
+def takes_budget(*allowed: Quantity) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorator of functions with a `budget`: a quantity given as a keyword of its own gets a message that says what to write.
 
-    @functools.wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        _refuse_quantities(function.__name__, kwargs)
-        return function(*args, **kwargs)
+    allowed: quantities that the budget may be one of.
+    """
 
-    return checked
+    def decorated(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            _refuse_quantities(function.__name__, kwargs, allowed)
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorated
 
 
 class Budgeted:
-    """Base of settings with a `budget`: the same message where a quantity is given as a setting of its own."""
+    """Base of settings with a `budget`: the same message where a quantity is given as a setting of its own.
+
+    quantities: those that the budget may be one of.
+    """
+
+    quantities: ClassVar[tuple[Quantity, ...]] = QUANTITIES
 
     def __new__(cls, *args: Any, **settings: Any) -> Budgeted:
-        _refuse_quantities(cls.__name__, settings)
+        _refuse_quantities(cls.__name__, settings, cls.quantities)
         refuse_unknown_settings(cls, args, settings, {})
         return super().__new__(cls)

@@ -6,7 +6,8 @@ A safetensors file is written in one pass, without a second copy of the tensors 
 header          JSON: {"name": {"dtype", "shape", "data_offsets"}, "__metadata__": {"format", "record", "sha256"}}
 data            the tensors
 
-The digest is that of the whole file with 64 zeros in place of the digest itself.
+The digest is that of the whole file with 64 zeros in place of the digest itself. `sealed` gives plain data one, too, such as a
+plan that a user keeps.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import errno
 import hashlib
 import json
 import os
+import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -167,7 +169,9 @@ def atomic(path: str | Path) -> Iterator[Path]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync a folder, so that its entries survive a power cut."""
+    """Sync a folder, so that its entries survive a power cut; nothing on Windows, which opens no folders."""
+    if sys.platform == "win32":
+        return
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -193,6 +197,37 @@ def write_json(path: str | Path, record: dict[str, Any]) -> None:
     text = json.dumps(plain | {"sha256": _digest(Path(path), plain)}, indent=1) + "\n"
     with atomic(path) as temporary:
         temporary.write_text(text)
+
+
+def sealed(record: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Plain data with its format and a digest of the entries `names`, for users who keep it in a file of their own."""
+    return {"format": FORMAT, **record, "sha256": _seal(record, names)}
+
+
+def unsealed(record: Mapping[str, Any], names: Sequence[str], what: str, advice: str) -> dict[str, Any]:
+    """The plain data of a record that `sealed` made; one of before there were digests passes without.
+
+    Args:
+        record: from `sealed`, perhaps by way of JSON.
+        names: the entries whose digest it has.
+        what: what the record holds, without an article, for messages.
+        advice: what to do in place of an edit.
+
+    Raises:
+        CheckpointError: it is of a later format, one of the entries is missing, or was changed since.
+    """
+    if not isinstance(record, Mapping) or (missing := [name for name in names if name not in record]):
+        lacks = f"it lacks {missing[0]!r}" if isinstance(record, Mapping) else f"got {type(record).__name__}"
+        raise CheckpointError(f"not a {what}: {lacks}")
+    if (version := record.get("format", FORMAT)) != FORMAT:
+        raise CheckpointError(f"a {what} written in format {version}, this compresskit reads {FORMAT}; update compresskit")
+    if record.get("sha256", seal := _seal(record, names)) != seal:
+        raise CheckpointError(f"the {what} was changed after it was made, so nothing proves it; {advice}")
+    return {name: value for name, value in record.items() if name not in ("format", "sha256")}
+
+
+def _seal(record: Mapping[str, Any], names: Sequence[str]) -> str:
+    return hashlib.sha256(json.dumps({name: record[name] for name in names}, sort_keys=True).encode()).hexdigest()
 
 
 def read_json(path: str | Path, what: str) -> dict[str, Any]:

@@ -53,22 +53,26 @@ def each_inputs(batches: Batches, where: str) -> Iterator[Inputs]:
 def first_and_all(batches: Batches, where: str) -> tuple[Inputs, Iterator[Inputs]]:
     """The inputs of the first batch, and an iterator over all batches, the first included.
 
-    Batches that are dicts have their inputs in the order of the first, however they were given.
+    Batches that are dicts have their inputs in the order of the first, however they were given. Later batches without rows, as a
+    filter of samples leaves them at the end, say nothing and are left out.
 
     Raises DataError, which begins with `where`, where there is no batch, or no row in the first.
     """
     stream = each_inputs(batches, where)
     for first in stream:
         check_has_rows(first, f"{where}: the first batch")
-        return first, itertools.chain([first], (_in_order_of(first, batch) for batch in stream))
+        return first, itertools.chain([first], (_in_order_of(first, batch) for batch in stream if _has_rows(batch)))
     raise DataError(f"{where}: no calibration batch was given; a few hundred samples will do")
 
 
 def check_has_rows(inputs: Inputs, where: str) -> None:
     """Raise DataError, which begins with `where`, for inputs whose first tensor has no rows."""
-    shape = next(iter(shapes_of(inputs)), ())
-    if shape and shape[0] == 0:
+    if not _has_rows(inputs):
         raise DataError(f"{where}: wanted one row at least, got inputs of shape {shapes_of(inputs)}; leave empty batches out")
+
+
+def _has_rows(inputs: Inputs) -> bool:
+    return next(iter(shapes_of(inputs)), ())[:1] != (0,)
 
 
 def _in_order_of(first: Inputs, batch: Inputs) -> Inputs:

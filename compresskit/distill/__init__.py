@@ -1,7 +1,7 @@
 """Distillation: a student is trained with losses that compare it with a teacher.
 
 losses/      loss functions of plain tensors                 objectives/  what a training minimises: `imitate` and others
-models/      teachers, taps, layers copied from a teacher    data/        cached predictions, batches with sample indices
+models/      teachers, layers copied from a teacher          data/        cached predictions, batches with sample indices
 stage.py     the stage `Distill`
 """
 

@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from compresskit.base.errors import ExportError
-from compresskit.base.files import atomic, unwritable
+from compresskit.base.files import atomic, sync_folder, unwritable
 
 LIMIT = 2**31 - 2**24  # bytes a protobuf file can hold, less room for the graph
 KEY = "compresskit"  # of the JSON object among a file's key-value pairs
@@ -39,7 +39,11 @@ def file_bytes(path: str | Path) -> int:
 
 
 def write_model(model: Any, path: Path) -> None:
-    """Write an onnx-ir model. An existing file is replaced only once the new one is complete."""
+    """Write an onnx-ir model. An existing file is replaced only once the new one is complete.
+
+    Two files cannot be replaced at once. Where the weights are in a second one, an existing file is removed before its weights
+    are replaced: a process that is killed in between leaves no file, and never the old graph with the new weights.
+    """
     import onnx_ir as ir  # heavy, and only exporting needs it
 
     size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
@@ -53,21 +57,36 @@ def write_model(model: Any, path: Path) -> None:
                 with file.open("rb") as handle:
                     os.fsync(handle.fileno())
                 file.chmod(0o644)
-                file.replace(path.with_name(file.name))
+            if written:
+                _replace_weights(written[0], external, path)
+            new.replace(path)
+            sync_folder(path.parent)
     except OSError as error:
         raise ExportError(unwritable(path, error)) from error
     if not written:
         external.unlink(missing_ok=True)  # of a larger model that was here before
 
 
-def copy_model(source: Path, to: Path, *, without: Collection[str] = ()) -> None:
-    """Copy a file, with its external data, to another folder under the same name. What is there already is not written again.
+def _replace_weights(new: Path, weights: Path, graph: Path) -> None:
+    """Move a file of weights to its place. The graph that reads what is there goes first: with other weights it would load, and
+    compute nonsense.
+    """
+    if weights.exists():
+        graph.unlink(missing_ok=True)
+        sync_folder(graph.parent)
+    new.replace(weights)
+
+
+def copy_onnx(source: Path, to: Path, *, without: Collection[str] = ()) -> None:
+    """Copy an ONNX file, with its external data, to another folder under the same name. What is there is not written again.
 
     without: entries of its metadata that the copy lacks, of those that `annotate` wrote.
     """
     pairs = [(file, to.parent / file.relative_to(source.parent)) for file in external_files(source)]
     for old, new in pairs if without else [*pairs, (source, to)]:
         if not (new.exists() and filecmp.cmp(old, new, shallow=False)):
+            if old != source:  # weights: the graph that reads those which are there goes first, as in `write_model`
+                to.unlink(missing_ok=True)
             new.parent.mkdir(parents=True, exist_ok=True)
             with atomic(new) as temporary, old.open("rb") as reader, temporary.open("wb") as writer:
                 while block := reader.read(2**24):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +31,7 @@ from compresskit.graph.capture import Dynamic, check_runs, inputs_inside, trace,
 from compresskit.graph.quantized import is_quantized, quantized_parts
 from compresskit.graph.rewrites.exportable import drop_constant_outputs_, refuse_weights_of_samples
 from compresskit.graph.surgery import call_unmoved, check_is_module, copy_model, mode, state_kept, unset_buffers_kept
+from compresskit.graph.tracing import log_level, one_thread_traces
 
 log = logging.getLogger(__name__)
 
@@ -49,14 +51,14 @@ def export_onnx(
     inside: str | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write a model to an ONNX file with torch's exporter (`dynamo=True`).
+    """Write a model to an ONNX file with torch's exporter (`dynamo=True`). Threads that export take turns.
 
     Args:
         model: a float module, a quantized one of this library, or a module with quantized submodules; weights are stored as they
             are quantized. A bf16 model is written with bf16 weights and computes in fp32; an fp16 model stays fp16. Layers of a
             float model that compute one linear function are one in the file (`graph.layers.merge_layers`).
         path: of the file; an existing one is replaced only once the new one is complete. Past 2 GB the weights go to
-            `<path>.data`.
+            `<path>.data`, and an existing file is removed before its weights are replaced: a killed process leaves none.
         example: inputs of the model, a tuple or a dict; a dict names the inputs of the file. Outputs of the model that are no
             tensors (None, numbers, text) are left out of the file.
         opset: version of ONNX's operators, 13 to 25, or "lowest" for the lowest that the operators of the file have a form in,
@@ -101,12 +103,20 @@ def export_onnx(
     return path
 
 
+@contextmanager
+def _exporting() -> Iterator[None]:
+    """Let one thread at a time export inside the block, without what torch and onnxscript log of their own internals."""
+    with one_thread_traces(), log_level("torch.onnx", logging.ERROR), log_level("onnxscript", logging.ERROR):
+        yield
+
+
 def check_opset(opset: Opset | None, where: str) -> None:
     """Raise SettingError, which begins with `where`, for an opset that no file can be written in."""
     if opset not in (None, "lowest", *OPSETS) or isinstance(opset, bool):
         raise SettingError(f'{where}(opset=...): wanted {OPSETS.start}..{OPSETS.stop - 1}, "lowest" or None, got {opset!r}')
 
 
+@_exporting()
 def _file_in_opset(model: nn.Module, example: Inputs, opset: Opset | None, dynamic: Dynamic, metadata: Mapping[str, str]) -> Any:
     """The onnx-ir model in an opset; see `export_onnx`."""
     # They load onnx_ir, which only exporting needs.
@@ -199,7 +209,7 @@ def to_program(
     """Run torch's exporter: the ONNX graph before this library's rewrites, and the exported program it was made from."""
     dynamic = _varying_dimensions(model) if dynamic is None else dynamic
     opset = max(EXPORTED, _default_opset(model)) if opset is None else opset
-    with torch.no_grad(), mode(model, training=False), unset_buffers_kept(model):
+    with _exporting(), torch.no_grad(), mode(model, training=False), unset_buffers_kept(model):
         written = check_runs(model, example)
         module, example = widen_to_fp32(deployed(model), example)
         module.eval()
@@ -237,10 +247,8 @@ def _run_exporter(program: ExportedProgram, outputs: list[str], opset: int) -> t
         node for node in program.graph.nodes if node.op == "placeholder" and node.name in program.graph_signature.user_inputs
     ]
     inputs = [node.name for node in nodes]
-    with torch.no_grad(), quick_exporter(), warnings.catch_warnings():
+    with _exporting(), torch.no_grad(), quick_exporter(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter warns of its own internals
-        logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-        logging.getLogger("onnxscript").setLevel(logging.ERROR)  # constant folding names the operators that it left
         result = torch.onnx.export(
             program,
             dynamo=True,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import logging
 import re
 import traceback
 import warnings
@@ -19,7 +18,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
@@ -36,15 +34,20 @@ from compresskit.graph.normalize import Node, fold_written_constants_, mutates_a
 from compresskit.graph.recurrent import KeepRecurrent, restore_recurrent_
 from compresskit.graph.rewrites.exportable import make_exportable_
 from compresskit.graph.rewrites.reserved_names import rename_first, rename_reserved_, reserved_names
+from compresskit.graph.rewrites.squeezes import drop_idle_squeezes_
+from compresskit.graph.rewrites.traced_calls import PlainCalls
 from compresskit.graph.surgery import call_unmoved, check_is_module, get_tensor, mode, state_kept, unset_buffers_kept
-from compresskit.graph.varying_dimensions import constant_dimensions, traced_after_other_sizes, warn_of_conditions
+from compresskit.graph.tracing import first_time, one_thread_traces
+from compresskit.graph.varying_dimensions import (
+    constant_dimensions,
+    traced_after_other_sizes,
+    traced_by_code,
+    warn_of_conditions,
+)
 
 #: The dynamic dimensions of the inputs: numbers that hold for every tensor, `(0, 2, 3)`; names for the dimensions of each input,
 #: `{"x": {0: "batch", 2: "height"}}`; or `()` for none.
 Dynamic = tuple[int, ...] | Mapping[str, Mapping[int, str]]
-
-#: Class of a model -> buffers that were warned of. Effort levels capture one model many times.
-_warned: WeakKeyDictionary[type, set[tuple[str, ...]]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +102,7 @@ def capture(model: nn.Module, example: AnyInputs, *, inside: str | None = None, 
     """
     check_is_module(model, "capture")
     prefix, example = inside or "", as_inputs(example)
-    with torch.no_grad(), mode(model, training=False), unset_buffers_kept(model):
+    with one_thread_traces(), torch.no_grad(), mode(model, training=False), unset_buffers_kept(model):
         written = check_runs(model, example)
         if inside is not None:
             model, example = inputs_inside(model, example, inside)
@@ -206,32 +209,35 @@ def trace(model: nn.Module, example: Inputs, dynamic: Dynamic) -> tuple[torch.ex
     dims, varying = dynamic_dims(model, example, dynamic), _varying_places(model, example, dynamic)
     recurrent = KeepRecurrent()
 
-    def export() -> torch.export.ExportedProgram:
-        with recurrent, warnings.catch_warnings(), stderr_held() as written:
+    def export(*, strict: bool = False) -> torch.export.ExportedProgram:
+        with recurrent, PlainCalls(), warnings.catch_warnings(), stderr_held() as written:
             warnings.simplefilter("ignore")  # torch.export warns of its own internals
             try:
-                return torch.export.export(model, args, kwargs, dynamic_shapes=dims)
+                return torch.export.export(model, args, kwargs, dynamic_shapes=dims, strict=strict)
             except Exception as error:  # torch writes all of the graph until there, of which the error has the last line
                 written.take_out(str(vars(error).get("partial_fx_graph")))
                 raise
 
-    try:
-        logging.getLogger("torch.fx.experimental.symbolic_shapes").setLevel(logging.CRITICAL)
-        program = export()
-    except CompressError:
-        raise
-    except Exception as error:
-        again = traced_after_other_sizes(error, model, example, varying, export)
-        if again is None:
-            why = constant_dimensions(error, export) or f"{named_first_line(error)}{_blame(error)}\n  {_advice(error)}"
-            raise ModelError(f"{type(model).__name__} cannot be captured as a graph: {why}") from error
-        program = again
+    with one_thread_traces():
+        try:
+            program = export()
+        except CompressError:
+            raise
+        except Exception as error:
+            again = traced_after_other_sizes(error, model, example, varying, export)
+            if again is None and not recurrent.packs:  # packed sequences are followed by running the code
+                again = traced_by_code(error, model, example, varying, lambda: export(strict=True))
+            if again is None:
+                why = constant_dimensions(error, export) or f"{named_first_line(error)}{_blame(error)}\n  {_advice(error)}"
+                raise ModelError(f"{type(model).__name__} cannot be captured as a graph: {why}") from error
+            program = again
     if recurrent.packs:
         check_cell_states_(program.graph_module.graph)
         compared = given if batch_size(given) > 1 else example  # a graph with a dynamic batch may want two rows
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's, of projections
             check_padded_outputs(call_unmoved(model, compared)[0], call(program.module(), compared))
+    drop_idle_squeezes_(program.graph_module)  # where a size is 1, it differs from the model, of which is warned
     warn_of_conditions(program, model, example, varying)
     vars(program).update({"_guards_code": []} if "_guards_code" in vars(program) else {})  # fails on `forward(**batch)`
     rename_reserved_(program, reserved_names(model))
@@ -252,8 +258,7 @@ def warn_of_state(program: torch.export.ExportedProgram, model: nn.Module, writt
     renamed, read = reserved_names(model), _buffers_read(program)
     buffers = {name for name, _ in model.named_buffers()}
     names = [name for name in written if name not in buffers or rename_first(name, renamed) in read]
-    warned = _warned.setdefault(type(model), set())
-    if names and tuple(names) not in warned:
+    if names and first_time(type(model), ("state", *names)):
         kind = "buffers" if buffers.issuperset(names) else "attributes"
         warnings.warn(
             f"{type(model).__name__}: forward writes the {kind} {names}, which its outputs depend on: the graph, and a file of"
@@ -261,7 +266,6 @@ def warn_of_state(program: torch.export.ExportedProgram, model: nn.Module, writt
             " forward",
             stacklevel=3,
         )
-        warned.add(tuple(names))
 
 
 def _buffers_read(program: torch.export.ExportedProgram) -> set[str]:
@@ -482,8 +486,7 @@ def parameter_name(node: Any) -> str | None:
 
 def module_path(node: Node) -> str:
     """Return the dotted path of the user's module whose `forward` contains the operator of a node."""
-    stack = node.meta.get("nn_module_stack") or {}
-    paths = [path for path, _ in stack.values() if isinstance(path, str)]
+    paths = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values() if isinstance(path, str)]
     return paths[-1] if paths else ""
 
 

@@ -228,14 +228,6 @@ def map_mask_(module: nn.Module, name: str, change: Callable[[Tensor], Tensor]) 
         here.register_buffer(f"{MASK_PREFIX}{leaf}", change(mask), persistent=False)
 
 
-def transpose_mask_(module: nn.Module, name: str) -> None:
-    """Transpose the mask of a matrix, if there is one: for passes that transpose the matrix."""
-    here, leaf = owner(module, name)
-    mask = here._buffers.get(f"{MASK_PREFIX}{leaf}")
-    if mask is not None:
-        here.register_buffer(f"{MASK_PREFIX}{leaf}", mask.t().contiguous(), persistent=False)
-
-
 class RunWithMasters(Protocol):
     """What `enforce_masks_` needs of a `mixed.Run`: the tensors that the optimizer updates, and hooks after each update."""
 

@@ -339,26 +339,27 @@ def replace_recorded_(model: nn.Module, record: Mapping[str, Any]) -> None:
     kinds = {path: saved.get("kind") if isinstance(saved, dict) else None for path, saved in record.items()}
     for path in sorted(record, key=lambda path: kinds[path] != "unmerged"):  # first, as the others replace layers that it takes
         here, saved = _module_at(model, path), record[path]
-        if kinds[path] == "unmerged":
-            _unmerge_(model, path, here, saved)
-            continue
-        if kinds[path] == "merged":
-            _merge_(model, path, here, saved)
-            continue
-        if isinstance(saved, dict) and isinstance(saved.get("of"), dict) and not isinstance(here, Factored | Signed):
-            _merge_(model, path, here, saved["of"])  # it stands in the place of a merged convolution
-            here = _module_at(model, path)
-        if isinstance(saved, dict) and saved.get("kind") == "factored":
-            _factor_(model, path, here, saved.get("ranks"))
-            continue
-        if isinstance(saved, dict) and saved.get("kind") == "signed":
-            _sign_(model, path, here, saved)
-            continue
-        made = _made(saved, path)
-        if not isinstance(here, Bypass):
-            model.set_submodule(path, made.train(here.training))  # a block that runs twice is removed here alone
-        elif here.record() != made.record():
-            raise CheckpointError(f"{path}: the record says {made}, the model has {here}; it is of another model")
+        match kinds[path]:
+            case "unmerged":
+                _unmerge_(model, path, here, saved)
+            case "merged":
+                _merge_(model, path, here, saved)
+            case "factored":
+                _factor_(model, path, _merged_below_(model, path, here, saved), saved.get("ranks"))
+            case "signed":
+                _sign_(model, path, _merged_below_(model, path, here, saved), saved)
+            case "bypass":
+                _bypass_(model, path, here, saved)
+            case _:
+                raise CheckpointError(f"{path}: not the record of a replaced module, got {saved!r}; delete the folder")
+
+
+def _merged_below_(model: nn.Module, path: str, here: nn.Module, saved: Mapping[str, Any]) -> nn.Module:
+    """The layer that a record of another kind replaces: made first where it is itself a merged convolution."""
+    if not isinstance(saved.get("of"), dict) or isinstance(here, Factored | Signed):
+        return here
+    _merge_(model, path, here, saved["of"])
+    return _module_at(model, path)
 
 
 def _factor_(model: nn.Module, path: str, here: nn.Module, ranks: Any) -> None:
@@ -447,19 +448,22 @@ def _module_at(model: nn.Module, path: Any) -> nn.Module:
         ) from None
 
 
-def _made(saved: Any, path: str) -> Bypass:
-    """The module of a record; CheckpointError where the record is not one that `Bypass.record` writes."""
-    if isinstance(saved, dict) and saved.get("kind") == "bypass":
-        argument, outputs, index = saved.get("argument"), saved.get("outputs"), saved.get("index")
-        copies = saved.get("copies", False)
-        if (
-            (isinstance(argument, str) or _is_count(argument))
-            and (_is_count(outputs) and outputs <= MOST_OUTPUTS)
-            and (_is_count(index) and index < max(1, outputs))
-            and type(copies) is bool
-        ):
-            return Bypass(argument, outputs, index, copies)
-    raise CheckpointError(f"{path}: not the record of a replaced module, got {saved!r}; delete the folder")
+def _bypass_(model: nn.Module, path: str, here: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Put a bypass in the place of a block, unless one of that record is there."""
+    argument, outputs, index = saved.get("argument"), saved.get("outputs"), saved.get("index")
+    copies = saved.get("copies", False)
+    if (
+        not (isinstance(argument, str) or _is_count(argument))
+        or not (_is_count(outputs) and outputs <= MOST_OUTPUTS)
+        or not (_is_count(index) and index < max(1, outputs))
+        or type(copies) is not bool
+    ):
+        raise CheckpointError(f"{path}: not the record of a replaced module, got {saved!r}; delete the folder")
+    made = Bypass(argument, outputs, index, copies)
+    if not isinstance(here, Bypass):
+        model.set_submodule(path, made.train(here.training))  # a block that runs twice is removed here alone
+    elif here.record() != made.record():
+        raise CheckpointError(f"{path}: the record says {made}, the model has {here}; it is of another model")
 
 
 def _is_count(value: Any) -> TypeGuard[int]:

@@ -97,7 +97,8 @@ def parameter_owners(model: nn.Module) -> ParameterOwners:
 def set_tensor_(model: nn.Module, name: str, values: Tensor, owners: ParameterOwners | None = None) -> None:
     """Replace a parameter or buffer by values of any shape.
 
-    A tied parameter is replaced in all modules that own it. `requires_grad` is kept, the gradient is not.
+    A tied parameter is replaced in all modules that own it. Its class, `requires_grad`, hooks and what the user wrote on it, such
+    as `no_weight_decay`, are kept, the gradient is not.
 
     Args:
         model: has the tensor.
@@ -110,7 +111,12 @@ def set_tensor_(model: nn.Module, name: str, values: Tensor, owners: ParameterOw
         module, leaf = owner(model, name)
         module._buffers[leaf] = values
         return
-    new = nn.Parameter(values.detach(), requires_grad=old.requires_grad)
+    new: nn.Parameter = torch.Tensor._make_subclass(type(old), values.detach(), old.requires_grad)  # type: ignore[assignment]
+    vars(new).update(vars(old))
+    for hook in (old._backward_hooks or {}).values():
+        new.register_hook(hook)
+    for hook in (old._post_accumulate_grad_hooks or {}).values():
+        new.register_post_accumulate_grad_hook(hook)
     owners = parameter_owners(model) if owners is None else owners
     for module, leaf in owners[id(old)]:
         module._parameters[leaf] = new
@@ -126,10 +132,13 @@ def select_(model: nn.Module, name: str, keep: dict[int, Tensor], owners: Parame
         keep: dimension -> (n,) indices that stay.
         owners: see `set_tensor_`.
     """
-    values = get_tensor(model, name).detach()
+    whole = values = get_tensor(model, name).detach()
     for dim, indices in keep.items():
         values = values.index_select(dim, indices.to(values.device))
-    set_tensor_(model, name, values.clone(memory_format=torch.preserve_format), owners)
+    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(whole.ndim, torch.contiguous_format)
+    if whole.is_contiguous() or not whole.is_contiguous(memory_format=layout):
+        layout = torch.preserve_format
+    set_tensor_(model, name, values.clone(memory_format=layout), owners)
 
 
 def check_no_torch_masks(model: nn.Module, where: str = "") -> None:
@@ -158,6 +167,8 @@ def copy_model(model: AnyModule) -> AnyModule:
         return copy.deepcopy(model)
     except Exception:  # whatever the classes of a user's attributes raise
         memo: dict[int, Any] = {id(v): v.detach().clone() for v in _computed_tensors(model)}
+    kept = (v for module in model.modules() for v in vars(module).values() if isinstance(v, staticmethod))
+    memo |= {id(v): v for v in kept}  # a function within, which copies share
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:

@@ -14,7 +14,9 @@ import inspect
 import logging
 import math
 import operator
+import os
 import re
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -28,21 +30,24 @@ from torch.utils import _pytree as pytree
 
 from compresskit.base.task import Inputs, call, copied_tensors, shapes_of
 from compresskit.graph.surgery import state_kept
+from compresskit.graph.tracing import SIZES_LOG, first_time, log_level
 
 _ASSERTIONS = frozenset({torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_async.msg})
-_LOGGER = "torch.fx.experimental.symbolic_shapes"
+_TORCH, _TRACER = os.path.dirname(torch.__file__) + os.sep, os.path.join(os.path.dirname(__file__), "capture.py")
+_OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep  # of this library
 _CONSTANT = re.compile(r"You marked (\S+)\.size\(\)\[(\d+)\] as dynamic but your code specialized it to be a constant \((\d+)\)")
 
 
 class _Messages(logging.Handler):
-    """Keeps what torch logs about the sizes of a traced model."""
+    """Keeps what torch logs about the sizes of a traced model, and where in the code of the model."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
-        self.texts: list[str] = []
+        self.texts: list[tuple[str, str, bool]] = []  # with the innermost line of the model, and whether torch is called there
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
+        text = record.getMessage()
+        self.texts.append((text, *_line_of_model(text)))
 
 
 def constant_dimensions(error: BaseException, trace_again: Callable[[], object]) -> str:
@@ -57,34 +62,57 @@ def constant_dimensions(error: BaseException, trace_again: Callable[[], object])
         return ""
     source, dim, size = found.groups()
     name = (re.findall(r"\['(\w+)'\]", source) or [source])[-1]
-    line = _place_of(f"{source}.size()[{dim}]", trace_again)
+    line, in_torch = _place_of(f"{source}.size()[{dim}]", trace_again)
+    if in_torch:
+        why = f"but an operator of torch takes it for the constant {size}{line}; write that with other operators"
+    else:
+        why = (
+            f"but the code takes it for the constant {size}{line}, as a loop over it does, and len(), int() and float() of it;"
+            " use nn.LSTM or nn.GRU, or an operator over the whole input, write x.shape[0] for len(x) and x.shape[2] / 2"
+            " without float()"
+        )
     return (
-        f"dimension {dim} of input {name!r} should vary, but the code takes it for the constant {size}{line}, as a loop over it"
-        " does, and len(); use nn.LSTM or nn.GRU, or an operator over the whole input, write x.shape[0] for len(x), or leave the"
-        ' dimension out of dynamic=, by name where another input has the same, {"x": {0: "batch"}}; or capture a part of it'
-        " with inside='backbone', the dotted name of a submodule"
+        f"dimension {dim} of input {name!r} should vary, {why}, or leave the dimension out of dynamic=, where () takes all"
+        ' sizes of the example, by name where another input has the same, {"x": {0: "batch"}}; or capture a part of it with'
+        " inside='backbone', the dotted name of a submodule"
     )
 
 
-def _place_of(size: str, trace_again: Callable[[], object]) -> str:
-    """`" (model.py:7 in forward)"`, where the size became a constant, or ""."""
-    logger, messages = logging.getLogger(_LOGGER), _Messages()
-    before = logger.level, logger.propagate, logger.handlers[:]
-    logger.handlers[:] = [messages]
-    logger.propagate = False
-    logger.setLevel(logging.INFO)
+def _place_of(size: str, trace_again: Callable[[], object]) -> tuple[str, bool]:
+    """`" (model.py:7 in forward)"`, where the size became a constant, or ""; and whether in an operator that is called there."""
+    logger, messages = logging.getLogger(SIZES_LOG), _Messages()
+    before = logger.propagate, logger.handlers[:]
+    logger.propagate, logger.handlers[:] = False, [messages]
     try:
-        trace_again()
-    except Exception:  # the error that is described
-        pass
+        with log_level(SIZES_LOG, logging.INFO), suppress(Exception):  # the error that is described
+            trace_again()
     finally:
-        level, logger.propagate, logger.handlers[:] = before
-        logger.setLevel(level)
-    text = "\n".join(messages.texts)
-    symbol = re.search(rf"create_symbol (\w+) = \d+ for {re.escape(size)}", text)
-    place = symbol and re.search(rf"eval Eq\({symbol[1]}, \d+\) \[guard added\] \(([^()]*:\d+ in \w+)\)", text)
-    own = place and not re.search(r"_subclasses/|graph/layers/", place[1])  # of the model, not of torch or this library
-    return f" ({place[1]})" if place and own else ""
+        logger.propagate, logger.handlers[:] = before
+    made = re.compile(rf"create_symbol (\w+) = \d+ for {re.escape(size)}")
+    symbol = next((found[1] for text, *_ in messages.texts if (found := made.search(text))), None)
+    for text, line, in_torch in messages.texts:
+        if symbol and re.search(rf"eval Eq\({symbol}, \d+\) \[guard added\]", text):
+            return line and f" ({line})", in_torch
+    return "", False
+
+
+def _line_of_model(text: str) -> tuple[str, bool]:
+    """`model.py:7 in forward`, the innermost line of a model that is traced, or "", and whether torch is called there.
+
+    text: what torch logs right now, with the line that it takes for the innermost.
+    """
+    if "[guard added]" not in text:
+        return "", False
+    iterates = False
+    for frame, number in traceback.walk_stack(None):
+        code = frame.f_code
+        iterates |= code.co_name == "__iter__"  # of a tensor: a loop of the model, though the code is torch's
+        if code.co_filename == _TRACER:
+            break
+        if not code.co_filename.startswith((_TORCH, _OWN, logging.__file__, "<")):
+            line = f"{code.co_filename}:{number} in {code.co_name}"
+            return line, not iterates and f"{os.path.basename(code.co_filename)}:{number} in " not in text
+    return "", False
 
 
 #: Relative to the largest output: what two orders of the same sums differ by.
@@ -106,7 +134,6 @@ _OF_NUMBERS: dict[str, Callable[..., Any]] = {
     "ceil": math.ceil, "exp": math.exp, "floor": math.floor, "log": math.log, "log2": math.log2, "pow": math.pow,
     "sqrt": math.sqrt, "trunc": math.trunc, "abs": abs, "max": max, "min": min, "round": round,
 }  # fmt: skip
-_told: dict[type, set[tuple[str, ...]]] = {}
 
 
 def traced_after_other_sizes(
@@ -137,16 +164,52 @@ def traced_after_other_sizes(
     before = _state_of(model)
     with suppress(Exception):  # not every model takes such sizes, nor is each helped by them
         call(model, copied_tensors(pytree.tree_unflatten(leaves, form)))
-        if _state_of(model) != before:
+        after = _state_of(model)
+        if after.keys() != before.keys() or any(after[place] is not before[place] for place in before):
             return trace()
     return None
 
 
-def _state_of(model: nn.Module) -> set[tuple[int, str, int]]:
-    """Which objects the attributes and buffers of all modules are."""
-    return {
-        (id(module), name, id(value)) for module in model.modules() for name, value in {**module._buffers, **vars(module)}.items()
-    }
+def traced_by_code(
+    error: BaseException,
+    model: nn.Module,
+    example: Inputs,
+    dims: list[tuple[int, int]],
+    trace: Callable[[], torch.export.ExportedProgram],
+) -> torch.export.ExportedProgram | None:
+    """Trace a model by reading its code, for which `len(x)`, and `int()` and `float()` of a size, are sizes that may vary.
+
+    torch's usual trace runs the code, where Python makes constants of them. Reading it is slower, and not possible of all code,
+    so it is tried where the model would be refused.
+
+    Args:
+        error: that tracing the model raised.
+        model, example: what is traced, in eval mode; the caller puts back what the code sets.
+        dims: those that vary, (leaf of the example, dimension).
+        trace: does the same by reading the code.
+
+    Returns the program; None where another error was raised, this fails too, or the program gives something else on the example.
+    """
+    if _CONSTANT.search(str(error)) is None:
+        return None
+    with suppress(Exception), log_level("torch._guards", logging.CRITICAL), log_level("torch._dynamo", logging.CRITICAL):
+        program = trace()
+        args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
+        arguments = dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
+        names = {id(leaf): pytree.keystr(path) for path, leaf in pytree.tree_flatten_with_path(arguments)[0]}
+        sources = ["L" + names[id(leaf)] for leaf in pytree.tree_leaves((args, kwargs))]
+        conditions = vars(program).get("_guards_code") or []
+        numbered = re.compile(r"L\['flat_args'\]\[(\d+)\]")
+        named = [numbered.sub(lambda found: sources[int(found[1])], code) for code in conditions]
+        vars(program).update({"_guards_code": named} if conditions else {})
+        if _OtherSizes(program, model, example, dims)._agrees_on_the_example:
+            return program
+    return None
+
+
+def _state_of(model: nn.Module) -> dict[tuple[nn.Module, str], Any]:
+    """The attributes and buffers of all modules. They are held, since a new object may get the id of one that is gone."""
+    return {(module, name): value for module in model.modules() for name, value in {**module._buffers, **vars(module)}.items()}
 
 
 def warn_of_conditions(
@@ -172,9 +235,7 @@ def warn_of_conditions(
         if len(found) < TOLD and (shapes := sizes.broken_by(condition, [*found])):
             found[condition] = shapes
     shapes = next(iter(found.values()), "") or sizes.differ_at_one()
-    warned = _told.setdefault(type(model), set())
-    if shapes and tuple(found) not in warned:
-        warned.add(tuple(found))
+    if shapes and first_time(type(model), ("sizes", *found)):
         where = " and ".join(map(_readable, found)) or "no size that varies is 1"
         warnings.warn(
             f"{type(model).__name__} decides by the sizes of its inputs: the graph of it, and a file, are right only where"

@@ -100,7 +100,7 @@ def advise(
         model: an fp32 model, on the device where it will train.
         example: one batch of its inputs: a tensor, a tuple of positional ones, or a mapping of keyword ones.
         loss: from outputs to a scalar; None for the mean square of all outputs.
-        batches: the training data; four batches are taken and timed against a forward and backward pass.
+        batches: the training data; four batches are taken; the last three are timed against a forward and backward pass.
 
     Returns:
         The sizes, the histogram of gradient exponents and the suggested policy.
@@ -165,7 +165,8 @@ def _measure(
         for handle in handles:
             handle.remove()
         for name, buffer in model.named_buffers():
-            buffer.copy_(before[name])
+            if name in before:  # the forward pass may make others
+                buffer.copy_(before[name])
     return tuple(layers), collector.result(1), notes
 
 

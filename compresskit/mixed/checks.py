@@ -25,10 +25,16 @@ from compresskit.mixed.step.scaler import LossScaler
 COMPILED_UNASKED = 1_000_000  # weights whose steps soon earn back the seconds of a compiler
 
 
-def check_clip(clip: object) -> None:
-    """Refuse a largest gradient norm that is no positive, finite number."""
+def check_clip(clip: object, where: str) -> None:
+    """Raise SettingError, which begins with `where`, for a largest gradient norm that is no positive, finite number."""
     if clip is not None and not is_positive(clip):
-        raise SettingError(f"clip must be positive and finite, got {clip!r}; None does not clip")
+        raise SettingError(f"{where}(clip=...): wanted a positive, finite norm, got {clip!r}; None does not clip")
+
+
+def check_backend(backend: object, where: str) -> None:
+    """Raise SettingError, which begins with `where`, for what no step is computed by."""
+    if backend not in (None, "foreach", "compiled"):
+        raise SettingError(f"{where}(backend=...): wanted None, 'foreach' or 'compiled', got {backend!r}")
 
 
 def check_model(model: nn.Module, optimizer: torch.optim.Optimizer, policy: Policy) -> None:
@@ -39,7 +45,7 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer, policy: Poli
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise ModelError(f"prepare: wrap the model in {type(model).__name__} after prepare, not before")
     check_not_in_run(model)
-    _check_dtypes(model, policy)
+    check_start_dtypes(model, policy)
     parameters = set(model.parameters())
     optimized = {p for group in optimizer.param_groups for p in group["params"]}
     if optimized - parameters:
@@ -53,7 +59,7 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer, policy: Poli
         )
 
 
-def _check_dtypes(model: nn.Module, policy: Policy) -> None:
+def check_start_dtypes(model: nn.Module, policy: Policy) -> None:
     """Refuse lazy parameters, half ones where they would have no masters, and float64 where the policy casts."""
     casts = policy.param_dtype is not None or policy.autocast_dtype is not None
     for name, p in model.named_parameters():
@@ -119,8 +125,7 @@ def step_form(
     policy: Policy, optimizer: torch.optim.Optimizer, device: torch.device, *, flat: bool, backend: str | None
 ) -> StepForm:
     """The form of the step; refuses what the chosen layout or backend does not cover."""
-    if backend not in (None, "foreach", "compiled"):
-        raise SettingError(f"backend must be None, 'foreach' or 'compiled', got {backend!r}")
+    check_backend(backend, "prepare")
     if flat:
         check_flat(policy, optimizer)
     if backend == "compiled":
@@ -164,6 +169,14 @@ def requires_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer cannot step without a closure, as LBFGS."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def check_accumulation(count: object, *, is_open: bool) -> None:
+    """Refuse a number of backward passes that is none, and a block in a block, which is open."""
+    if not isinstance(count, int) or count < 1:
+        raise SettingError(f"accumulate: wanted a whole number >= 1 of backward passes, got {count}")
+    if is_open:
+        raise SettingError("accumulate: a block is open already; blocks do not nest")
 
 
 def check_closure(policy: Policy, scalers: Iterable[LossScaler], *, separate_weights: bool) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from compresskit.base.errors import CheckpointError, SettingError, TrainingError
 from compresskit.mixed.checks import (
     StepForm,
     capturing_cuda_graph,
+    check_accumulation,
     check_clip,
     check_closure,
     check_cuda_graph,
@@ -38,7 +40,7 @@ from compresskit.mixed.formats.policy import FP32, Policy
 from compresskit.mixed.formats.tf32 import tf32
 from compresskit.mixed.optim.ema import WeightEMA
 from compresskit.mixed.optim.schedule import RunScheduler
-from compresskit.mixed.state import OptimizerState
+from compresskit.mixed.state import STATE_VERSION, OptimizerState, check_form_of_state
 from compresskit.mixed.step.accumulate import GradientAccumulator
 from compresskit.mixed.step.compiled import CompiledStep
 from compresskit.mixed.step.flat import FlatMasters
@@ -49,7 +51,6 @@ from compresskit.mixed.step.parts import choose_step
 from compresskit.mixed.step.scaler import LossScaler, make_scalers
 from compresskit.mixed.step.update import UnscaleAndClip, skips_on_device, update_
 
-STATE_VERSION = 1
 Scheduler = TypeVar("Scheduler")
 
 
@@ -65,6 +66,8 @@ def prepare(
     backend: Literal["foreach", "compiled"] | None = None,
 ) -> Run:
     """Cast a model and give its optimizer fp32 masters, as a policy says; both are changed in place until `run.finish()`.
+
+    Gradients that the parameters have from before are dropped, but for those that wait for the step of another run.
 
     Args:
         model: an fp32 model, or a half one under a half policy; not yet wrapped in DistributedDataParallel.
@@ -85,7 +88,7 @@ def prepare(
         SettingError: for an optimizer over other parameters, and for settings that do not go together.
     """
     require_policy(policy, "prepare(policy=...)")
-    check_clip(clip)
+    check_clip(clip, "prepare")
     check_model(model, optimizer, policy)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     check_policy(policy, optimizer, device)
@@ -120,11 +123,10 @@ class Run:
         float8: Fp8Conversion | None,
         form: StepForm,
     ) -> None:
-        self.optimizer, self.policy, self.device, self.clip = optimizer, policy, device, clip
+        self.optimizer, self.policy, self.device, self.clip, self._model = optimizer, policy, device, clip, model
         self.scalers, self.float8, self._form = scalers, float8, form
         self.grad_norm: Tensor | None = None
         self.after_update: list[Callable[[], None]] = []
-        self._model = model
         self._weights = MasterWeights(model, optimizer, policy, device)
         self._weights.use_fp32_gradients_(enabled=form.fp32_gradients)
         self._compiled = CompiledStep(self._weights, optimizer) if form.compiled else None
@@ -207,22 +209,24 @@ class Run:
     def accumulate(self, count: int) -> Iterator[None]:
         """Let the `count` backward passes of a block make one step: each weighs 1 / count, and the sum is taken in fp32.
 
+        A block that an error ends leaves no gradients: it can be made again.
+
         Raises:
             SettingError: where the block makes another number of passes.
         """
-        if not isinstance(count, int) or count < 1:
-            raise SettingError(f"accumulate: wanted a whole number >= 1 of backward passes, got {count}")
-        if self._micro_batches is not None:
-            raise SettingError("accumulate: a block is open already; blocks do not nest")
+        check_accumulation(count, is_open=self._micro_batches is not None)
         self._micro_batches, before = count, self._backward_passes
         try:
             yield
+            if (made := self._backward_passes - before) != count:
+                raise SettingError(
+                    f"accumulate({count}): {made} backward passes were made in the block; each counted as 1/{count} of the step"
+                )
+        except BaseException:
+            self.zero_grad()
+            raise
         finally:
             self._micro_batches = None
-        if (made := self._backward_passes - before) != count:
-            raise SettingError(
-                f"accumulate({count}): {made} backward passes were made in the block; each counted as 1/{count} of the step"
-            )
 
     def unscaled(self) -> dict[str, Tensor]:
         """The gradients of this step by parameter name, in fp32 and unscaled, as `step` will take them.
@@ -365,6 +369,7 @@ class Run:
     def _check_running(self) -> None:
         if self._finished:
             raise TrainingError("run: finish() has ended it, and the model is fp32 again; call the model, or prepare it anew")
+        self._weights.check_dtypes()
 
     def _adopt_writes(self, *, compare: bool = False) -> None:
         """Take over what the user wrote into the weights; not in the middle of a step, nor while averages are in their place."""
@@ -430,34 +435,29 @@ class Run:
             **weights.state_dict(keep),
             "optimizer": self._optimizer_state.state_dict(keep),
             **self._overflow.state_dict(keep),
-            "schedules": [dict(scheduler.scheduler.state_dict()) for scheduler in self._schedulers],
+            "schedules": [(deepcopy if copy else dict)(each.scheduler.state_dict()) for each in self._schedulers],
             "emas": [{name: keep(value) for name, value in ema.values.items()} for ema in self._emas],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state, of another policy too, through fp32; under FSDP2 of whole tensors as well as of shards.
 
+        Gradients that wait for their step are dropped.
+
         Raises:
             CheckpointError: for the state of another model or optimizer, before anything is changed.
         """
-        if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
-            got = state.get("version") if isinstance(state, dict) else type(state).__name__
-            raise CheckpointError(f"load_state_dict: wanted the state of a Run, version {STATE_VERSION}, got {got}")
+        check_form_of_state(state, schedules=len(self._schedulers), emas=len(self._emas))
         self._weights.check_state(state := shard_by_name(state, self._model))
         self._optimizer_state.check(state["optimizer"])
-        for kind, count in (("schedules", len(self._schedulers)), ("emas", len(self._emas))):
-            if len(state[kind]) != count:
-                raise CheckpointError(
-                    f"load_state_dict: the state has {len(state[kind])} {kind}, this run {count}; make it alike first"
-                )
+        self.zero_grad()  # those that wait are of the weights before
         self._weights.load_state_dict(state)
         self._optimizer_state.load_state_dict(state["optimizer"], same_policy=state["policy"] == self.policy.name)
         self._overflow.load_state_dict(state)
         for scheduler, saved in zip(self._schedulers, state["schedules"], strict=True):
-            scheduler.scheduler.load_state_dict(saved)
+            scheduler.scheduler.load_state_dict(deepcopy(saved))
         for ema, values in zip(self._emas, state["emas"], strict=True):
-            for name, value in values.items():
-                ema.values[name].copy_(value)
+            ema.load_(values)
 
     def masters(self) -> list[Tensor]:
         """What the optimizer updates, in the order of the parameters: fp32 masters where there are any, else the parameters.

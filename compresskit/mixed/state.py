@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import CheckpointError
 from compresskit.mixed.formats.policy import HALVES
 from compresskit.mixed.step.flat import FlatMasters
 from compresskit.mixed.step.masters import MasterWeights
 
+STATE_VERSION = 1
 #: Settings of a param group that say how torch computes and not what; a run keeps its own.
 HOW_TO_COMPUTE = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 
@@ -29,8 +31,8 @@ class OptimizerState:
     def state_dict(self, keep: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         """Class of the optimizer, state by parameter name, and param groups; `keep` detaches or copies a tensor."""
 
-        def kept(values: dict[str, Any]) -> dict[str, Any]:
-            return {key: keep(value) if isinstance(value, Tensor) else value for key, value in values.items()}
+        def kept(values: dict[str, Any]) -> Any:
+            return pytree.tree_map(lambda value: keep(value) if isinstance(value, Tensor) else value, values)
 
         check_no_inner_optimizer(self.optimizer)
         names, parameters = self.weights.names, self._parameters()
@@ -39,7 +41,7 @@ class OptimizerState:
             states |= self.flat.states()
         groups = []
         for group in self.optimizer.param_groups:
-            settings = kept({k: v for k, v in group.items() if k not in HOW_TO_COMPUTE and _is_stored(v)})
+            settings = kept({k: v for k, v in group.items() if k not in HOW_TO_COMPUTE and _belongs_in_state(v)})
             groups.append(settings | {"params": self._names(group)})
         return {
             "kind": type(self.optimizer).__name__,
@@ -68,7 +70,7 @@ class OptimizerState:
         states: dict[nn.Parameter, dict[str, Any]] = {}
         self.optimizer.state.clear()
         for group, settings in zip(self.optimizer.param_groups, saved["groups"], strict=True):
-            group.update({k: v for k, v in settings.items() if k != "params"})
+            group.update(_tensors_copied({k: v for k, v in settings.items() if k != "params"}))
             on_device = bool(group.get("fused") or group.get("capturable"))
             for parameter in self._parameters_of(group):
                 if (entry := saved["state"].get(self.weights.names[parameter])) is not None:
@@ -97,7 +99,7 @@ class OptimizerState:
     def _placed(self, key: str, value: Any, parameter: nn.Parameter, *, on_device: bool, same_policy: bool) -> Any:
         """A value of the state in the device and dtype that the optimizer expects; step counters as torch keeps them."""
         if not isinstance(value, Tensor):
-            return value
+            return _tensors_copied(value)  # such as the lists of earlier steps of LBFGS
         if key == "step":
             return value.detach().clone().to(parameter.device if on_device else "cpu", torch.float32)
         pure = self.weights.policy.pure
@@ -127,6 +129,18 @@ class OptimizerState:
                     )
 
 
+def check_form_of_state(state: Any, *, schedules: int, emas: int) -> None:
+    """Refuse what is no state of a run, or of one with another number of schedules or averages."""
+    if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
+        got = state.get("version") if isinstance(state, dict) else type(state).__name__
+        raise CheckpointError(f"load_state_dict: wanted the state of a Run, version {STATE_VERSION}, got {got}")
+    for kind, count in (("schedules", schedules), ("emas", emas)):
+        if len(state[kind]) != count:
+            raise CheckpointError(
+                f"load_state_dict: the state has {len(state[kind])} {kind}, this run {count}; make it alike first"
+            )
+
+
 def check_no_inner_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Refuse to save or restore an optimizer that wraps another, whose state is in places that only the wrapper knows."""
     for attribute, value in vars(optimizer).items():
@@ -138,10 +152,15 @@ def check_no_inner_optimizer(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def _is_stored(value: Any) -> bool:
+def _tensors_copied(value: Any) -> Any:
+    """A value of a state whose tensors, lists and dicts are its own, so that going on does not change what was loaded."""
+    return pytree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, value)
+
+
+def _belongs_in_state(value: Any) -> bool:
     """Whether a checkpoint holds a setting; a dtype or a function is as the optimizer was made, and a run keeps its own."""
     if isinstance(value, list | tuple):
-        return all(map(_is_stored, value))
+        return all(map(_belongs_in_state, value))
     if isinstance(value, dict):
-        return all(map(_is_stored, value.values()))
+        return all(map(_belongs_in_state, value.values()))
     return value is None or isinstance(value, Tensor | str | int | float)

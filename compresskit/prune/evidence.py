@@ -99,7 +99,7 @@ def _samples(value: Any, *, start: int, end: int, total: int) -> Any:
 
 @contextmanager
 def readable(model: nn.Module) -> Iterator[None]:
-    """Eval mode and gradients for frozen parameters too; afterwards the model is as before, without gradients."""
+    """Eval mode and gradients for frozen parameters too; afterwards the model is as before, the gradients it has included."""
     frozen = [p for p in model.parameters() if not p.requires_grad]
     try:
         with mode(model, training=False), torch.enable_grad():
@@ -109,7 +109,6 @@ def readable(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter in frozen:
             parameter.requires_grad_(False)
-        model.zero_grad(set_to_none=True)
 
 
 def gradients(
@@ -182,7 +181,14 @@ def watched_calls(
 
 def channels_first(module: nn.Module, values: Tensor) -> Tensor:
     """Inputs or outputs of a linear layer or convolution as (channels, values)."""
-    return values.detach().movedim(-1 if isinstance(module, nn.Linear) else 1, 0).flatten(1)
+    if isinstance(module, nn.Linear):
+        return values.detach().reshape(-1, values.shape[-1]).T
+    return with_batch(module, values.detach()).movedim(1, 0).flatten(1)
+
+
+def with_batch(convolution: nn.Module, values: Tensor) -> Tensor:
+    """Inputs or outputs of a convolution with a batch dimension: torch takes one sample without, (channels, height, width)."""
+    return values[None] if values.ndim == convolution.get_parameter("weight").ndim - 1 else values
 
 
 def _activations(model: nn.Module, names: Collection[str], inputs: Inputs) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -29,8 +29,13 @@ def score_groups_(
     normalize: Normalizer,
     task: Task | None,
     samples: int,
+    *,
+    where: str,
 ) -> None:
-    """Set the scores of every group, and the sums and orders of them that rankings read."""
+    """Set the scores of every group, and the sums and orders of them that rankings read.
+
+    where: the function that the user called, which the message for a missing task names.
+    """
     names = sorted({prefix + tensor for group in groups for tensor, _, _ in group.indices})
 
     def score(evidence: Evidence) -> Iterator[tuple[int, Tensor]]:
@@ -38,7 +43,7 @@ def score_groups_(
             scores = criterion(group.slices(model, prefix, evidence))
             yield i, check_scores(scores, group.size, group.layer).cpu()
 
-    scores = _mean_scores(_evidence(model, names, criterion, task, samples, "plan_channels", prefix), score, "channels")
+    scores = _mean_scores(_evidence(model, names, criterion, task, samples, where, prefix), score, "channels")
     pools: dict[object, list[float]] = defaultdict(list)
     for i, group in enumerate(groups):
         group.remaining = scores[i].clamp(min=0).sort(descending=True).values.cumsum(0).flip(0).tolist()
@@ -57,8 +62,13 @@ def score_weights(
     criterion: Criterion,
     task: Task | None,
     samples: int,
+    *,
+    where: str,
 ) -> dict[str, Tensor]:
-    """Scores of the units of every tensor, (units,) each; summed over the processes where there are several."""
+    """Scores of the units of every tensor, (units,) each; summed over the processes where there are several.
+
+    where: the function that the user called, which the message for a missing task names.
+    """
 
     def score(evidence: Evidence) -> Iterator[tuple[str, Tensor]]:
         for name, weight in weights.items():
@@ -66,7 +76,7 @@ def score_weights(
             rows = weight_slices(weight, pattern, grad=grad, hessian=hessian, norms=norms)
             yield name, check_scores(criterion(rows), len(rows.weight), name).double()
 
-    scores = _mean_scores(_evidence(model, list(weights), criterion, task, samples, "plan_mask"), score, "weights")
+    scores = _mean_scores(_evidence(model, list(weights), criterion, task, samples, where), score, "weights")
     if world_size() > 1:
         for name in sorted(scores):
             torch.distributed.all_reduce(scores[name])

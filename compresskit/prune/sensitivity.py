@@ -15,6 +15,7 @@ from torch import nn
 
 from compresskit.base.budget import Budget
 from compresskit.base.errors import CheckpointError, DataError, SettingError
+from compresskit.base.files import FORMAT
 from compresskit.base.inputs import AnyInputs, calibration_inputs, some_batches
 from compresskit.base.progress import progress_bar
 from compresskit.base.task import Task, batch_size
@@ -55,7 +56,7 @@ class SensitivityCurves:
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready record; `from_json` reads it."""
-        return {"format": 1, **asdict(self)}
+        return {"format": FORMAT, **asdict(self)}
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Self:
@@ -153,8 +154,9 @@ def channel_sensitivity(
     check_criterion(criterion, "channel_sensitivity", CHANNEL_EVIDENCE)
     limits = Limits(round_to=round_to, ratios=NO_RATIOS)
     limits.check("channel_sensitivity()")
-    analysis, prefix, total = analyze_channels(model, task.example(), ignore=ignore, inside=inside)
-    score_groups_(analysis.groups, model, prefix, criterion, unscaled, task, samples)
+    where = "channel_sensitivity"
+    analysis, prefix, total = analyze_channels(model, task.example(), where=where, ignore=ignore, inside=inside)
+    score_groups_(analysis.groups, model, prefix, criterion, unscaled, task, samples, where=where)
     dense = evaluate(model, task)
     points: dict[str, dict[float, float]] = {}
     for group, ratio in _with_progress(itertools.product(analysis.groups, sorted(ratios)), len(analysis.groups) * len(ratios)):
@@ -217,7 +219,7 @@ def mask_sensitivity(
     if pattern.fixed is not None:
         raise SettingError(f"mask_sensitivity(pattern=...): {pattern} has one ratio, {pattern.fixed:g}; there is no curve")
     weights = {name: w for name, w in maskable(model, protect, include).items() if not pattern.fits(w.shape)}
-    scores = score_weights(model, weights, pattern, criterion, task, samples)
+    scores = score_weights(model, weights, pattern, criterion, task, samples, where="mask_sensitivity")
     batches = list(some_batches(task, "train", samples, "read samples"))
     seen = sum(batch_size(task.inputs(batch)) for batch in batches)
     if not batches:

@@ -8,9 +8,10 @@ deployed()                             the form that is exported
 from __future__ import annotations
 
 import copy
+import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, fx, nn
@@ -26,7 +27,7 @@ from compresskit.graph.masks import masks_of
 from compresskit.graph.quantized import QuantizedModule
 from compresskit.graph.surgery import get_tensor, mode
 from compresskit.quant.numerics.observers import KnownRange, MovingAverage, Observer, observed_ends, set_observed_ends_
-from compresskit.quant.numerics.quantizers import ActivationQuantizer, BiasQuantizer, Quantizer, WeightQuantizer
+from compresskit.quant.numerics.quantizers import LEARNED_DOWN_TO, ActivationQuantizer, BiasQuantizer, Quantizer, WeightQuantizer
 from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.lower_to_onnx import deploy
 from compresskit.quant.passes.placement import Placement
@@ -37,6 +38,8 @@ from compresskit.quant.passes.unfold_batchnorm import ConvBN, conv_bn_layers, fo
 
 #: Entries of the state dict of a model that is trained: switches of observers and of BatchNorm statistics, ends of ranges.
 OBSERVING, TRACKING, ENDS = "qat_observing", "qat_tracking", "qat_ends"
+log = logging.getLogger(__name__)
+
 CALIBRATION_BYTES = 2**24  # of the largest activation that calibration computes at once
 
 
@@ -135,6 +138,26 @@ class Quantized(QuantizedModule):
                 " shapes of the example (quantize with dynamic=(0, 2, 3) to let more than the batch vary)"
             )
 
+    def __reduce__(self) -> NoReturn:
+        # torch.fx would trace the graph again where it is loaded, and fail there, or lose the shapes of its values.
+        raise ModelError(
+            f"quantized {self.float_class}: torch.save of a whole model, or sending it to another process, cannot restore its"
+            " graph; take ck.save(model, folder) and ck.load(float model of its class, folder), or torch.save of its state_dict()"
+        )
+
+    def __copy__(self) -> Self:
+        return self._of_state(self.__dict__)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        memo[id(self)] = new = self._of_state({})
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return new
+
+    def _of_state(self, state: dict[str, Any]) -> Self:
+        new = type(self).__new__(type(self))
+        new.__dict__.update(state)
+        return new
+
     # -- quantizers
 
     def quantizers(self) -> list[Quantizer]:
@@ -165,6 +188,15 @@ class Quantized(QuantizedModule):
                 fresh.update(torch.stack([low, high]).reshape(1, 2))
                 quantizer.observer = fresh
 
+    def check_weights(self) -> None:
+        """Raise ModelError for weights of a dtype that no runtime multiplies beside fp32 scales."""
+        for name, value in self.body.named_parameters():
+            if value.dtype in (torch.float16, torch.float64):
+                raise ModelError(
+                    f"quantized {self.float_class}: wanted fp32 weights to export, but {name} is {value.dtype}; export"
+                    " model.float(), or leave half() and double() out"
+                )
+
     # -- calibration
 
     def calibrate_(self, batches: Iterable[AnyInputs], *, through: nn.Module | None = None) -> None:
@@ -193,8 +225,24 @@ class Quantized(QuantizedModule):
             if isinstance(rounding, WeightQuantizer):
                 rounding.scale_factor.fill_(1)
                 rounding.forget_correction_()
+        self.make_room_for_biases_()
+
+    def make_room_for_biases_(self) -> None:
+        """Enlarge the scales of weights with which a bias, in whole steps, would not fit in int32."""
+        for rounding, bias, _ in self._rounded_biases():
+            rounding.make_room_(bias)
+
+    def _biases_fit(self) -> bool:
+        """Whether int32 holds every bias."""
+        return all(rounding.fits(bias, weight) for rounding, bias, weight in self._rounded_biases())
+
+    def _rounded_biases(self) -> Iterator[tuple[BiasQuantizer, Tensor, Tensor]]:
+        """The quantizer of each bias, with the bias and the weight of its layer; none of a ConvBN."""
+        for node in self.body.graph.nodes:
+            rounding = self.body.get_submodule(node.target) if node.op == "call_module" else None
             if isinstance(rounding, BiasQuantizer):
-                rounding.make_room_(get_tensor(self.body, node.args[0].target))
+                bias, weight = (get_tensor(self.body, given.target) for given in node.args)
+                yield rounding, bias, weight
 
     def _split_batch(self, inputs: Inputs) -> list[Inputs]:
         """A batch in parts small enough that the allocator hands the same memory out again and again.
@@ -234,6 +282,7 @@ class Quantized(QuantizedModule):
 
     def convert_(self) -> None:
         """Finish the training: fold BatchNorm, freeze scales, and nudge scales away from rounding boundaries."""
+        self._warn_of_lost_scales()
         self._fold_()
         nudge_scales_(self.body)
         self.keep_masked_()
@@ -241,10 +290,11 @@ class Quantized(QuantizedModule):
     def converted(self) -> Self:
         """The model itself, or, while it is trained, a copy that computes the same with BatchNorm folded and scales frozen.
 
-        Scales are moved away from rounding boundaries only by `convert_`.
+        It is a copy with larger scales of weights, too, where a bias was changed so much that it does not fit in int32. Scales
+        are moved away from rounding boundaries only by `convert_`.
         """
         learned = any(True for quantizer in self.quantizers() for _ in quantizer.parameters())
-        if not self._trains and not conv_bn_layers(self.body) and not learned:
+        if not self._trains and not conv_bn_layers(self.body) and not learned and self._biases_fit():
             return self
         other = copy.deepcopy(self)
         other._fold_()
@@ -262,6 +312,24 @@ class Quantized(QuantizedModule):
             if isinstance(activation.scale, nn.Parameter):
                 activation.learn_(on=False)
         fold_conv_bn_(self.body)
+        self.make_room_for_biases_()
+
+    def _warn_of_lost_scales(self) -> None:
+        """Say which learned scales were trained down to the least that they may be."""
+        kinds = (ActivationQuantizer, WeightQuantizer)
+        lost = [
+            q.label if isinstance(q, ActivationQuantizer) else name.rpartition(".")[2]
+            for name, q in self.body.named_modules()
+            if isinstance(q, kinds) and isinstance(q.scale, nn.Parameter) and bool((q.scale < q.least).any())
+        ]
+        if lost:
+            log.warning(
+                "quantized %s: learned scales fell below %g of their first values, where they are kept, and which cuts larger"
+                " values: %s; train with a smaller learning rate, at least of the scales, or with learned=False",
+                self.float_class,
+                LEARNED_DOWN_TO,
+                ", ".join(lost),
+            )
 
     def balance_weights_(self) -> None:
         """Round weights whose scale the kernel's pairs made larger such that errors cancel, see `WeightQuantizer.balance_`."""
@@ -341,6 +409,7 @@ class Quantized(QuantizedModule):
 
     def deployed(self) -> fx.GraphModule:
         """A copy in ONNX's terms: QuantizeLinear and DequantizeLinear, weights and biases stored as integers."""
+        self.check_weights()
         hardsigmoids = [name for name, kind in self.placement.integer.items() if kind == "hardsigmoid"]
         return deploy(self.converted().body, hardsigmoids)
 

@@ -151,7 +151,6 @@ def quantize_static(
     """
     settings = StaticSettings(inside=inside, **options)
     settings.check("quantize_static")
-    refuse_one_bit(settings.bits, "quantize_static")
     return _quantize(model, batches, settings, "quantize_static")
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from compresskit.base.fingerprint import Description, describe_by_value, fingerprint
+from compresskit.base.fingerprint import Description, describe_by_value, fingerprint, short_hash
 from compresskit.base.stage import Stage
 from compresskit.base.task import RunningMetric, Task
 from compresskit.base.version import __version__
@@ -168,7 +168,7 @@ def describe_model(model: nn.Module, *, trained: bool) -> Description:
 
 def structure_hash(model: nn.Module) -> str:
     """A short hash of a model's structure."""
-    return hashlib.sha256(json.dumps(structure(model), sort_keys=True).encode()).hexdigest()[:16]
+    return short_hash(structure(model))
 
 
 def versions() -> list[str]:

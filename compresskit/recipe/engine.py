@@ -29,7 +29,7 @@ from compresskit.base.randomness import seed_generators_
 from compresskit.base.stage import Stage
 from compresskit.base.task import Inputs, RowDims, Task
 from compresskit.export.check.environment import environment
-from compresskit.export.files import copy_model, file_bytes
+from compresskit.export.files import copy_onnx, file_bytes
 from compresskit.export.onnx import Opset
 from compresskit.graph.capture import Dynamic
 from compresskit.graph.masks import masks_of
@@ -271,7 +271,7 @@ def finish_run(run: RunSettings, steps: list[RunStep], reports: list[StageReport
         inputs = sample or timed_sample([files[i] for i in exported], task, run.dims)
         found = {steps[i].name: layer_times(files[i], inputs) for i in progress_bar(exported, desc="time layers")}
         write_reports(run, steps, reports, task, {name: entry for name, entry in found.items() if entry})
-    copy_model(files[-1], run.out / "model.onnx", without=() if run.metadata else RUN_METADATA)
+    copy_onnx(files[-1], run.out / "model.onnx", without=() if run.metadata else RUN_METADATA)
     return reports
 
 

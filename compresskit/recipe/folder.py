@@ -226,10 +226,23 @@ def _what_changed(old: dict[str, Any], new: dict[str, Any], name: str) -> str:
     for setting in ("seed", "dynamic", "opset"):
         if old.get(setting) != new.get(setting):
             return f"{setting} has changed: {old.get(setting)} then, {new.get(setting)} now"
-    before, after = old.get("task", {}), new["task"]
-    if changed := [key for key in after if key in before and before[key] != after[key]]:
+    if changed := _other_entries(old.get("task", {}), new["task"]):
         return f"the task has changed: {', '.join(changed)}"
+    before, after = old.get("tasks", {}), new.get("tasks", {})
+    for i in range(1, int(name.partition("-")[0]) + 1):
+        there, here = before.get(str(i)), after.get(str(i))
+        if there is None and here is not None:
+            return f"stage {i} has a task of its own now, and had none"
+        if there is not None and here is None:
+            return f"stage {i} had a task of its own, and has none now"
+        if there and here and (changed := _other_entries(there, here)):
+            return f"the task of stage {i} has changed: {', '.join(changed)}"
     return "interrupted, or the model, or the weights it starts from, have changed"
+
+
+def _other_entries(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Names of the parts of a task that are others than they were; a part that an older record lacks is none."""
+    return [key for key in after if key in before and before[key] != after[key]]
 
 
 def why_unknown(unknown: Sequence[str]) -> str:

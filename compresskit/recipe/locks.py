@@ -22,13 +22,21 @@ _LOCK_FILES: set[Any] = set()  # that this process has open
 
 @contextmanager
 def lock_open_file(file: Any, *, wait: bool) -> Iterator[bool]:
-    """Lock an open file for this process, and say whether that worked; without `wait` it does not where another has it."""
+    """Lock an open file for this process, and say whether that worked; without `wait` it does not where another has it.
+
+    Raises CheckpointError where the file system has no locks, as some network folders: two processes would write the same files.
+    """
     taken = True
     if fcntl is not None:
         try:
             fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             taken = False
+        except OSError as error:
+            raise CheckpointError(
+                f"{file.name}: the file system there has no locks that keep two processes apart ({error.strerror}); choose"
+                " another out=, on a disk of this machine"
+            ) from error
     if taken:
         _LOCK_FILES.add(file)
     try:
@@ -39,7 +47,10 @@ def lock_open_file(file: Any, *, wait: bool) -> Iterator[bool]:
 
 @contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Wait for the lock on a file, made where there is none, and hold it. Raises CheckpointError where it cannot be made."""
+    """Wait for the lock on a file, made where there is none, and hold it.
+
+    Raises CheckpointError where it cannot be made or locked.
+    """
     with open_lock_file(path) as file, lock_open_file(file, wait=True):
         yield
 

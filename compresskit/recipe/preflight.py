@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from compresskit.base.distributed import world_size
-from compresskit.base.errors import CompressError, DataError, ModelError, SettingError, first_line
+from compresskit.base.errors import CompressError, DataError, ModelError, first_line
 from compresskit.base.objective import Objective
 from compresskit.base.stage import Stage
 from compresskit.base.task import IGNORED, RunningMetric, Task, batch_size, call, first_rows, shapes_of
 from compresskit.graph.capture import Dynamic, capture, check_runs
 from compresskit.graph.quantized import is_quantized
-from compresskit.graph.surgery import copy_model, no_attention_fastpath
-from compresskit.measure import few_rows, input_row_dims, metric_value
+from compresskit.graph.surgery import copy_model, mode, no_attention_fastpath, state_kept
+from compresskit.measure import checked_score, few_rows, input_row_dims, metric_value
 from compresskit.metrics import OutputAgreement
 from compresskit.mixed.formats.parallel import is_sharded
 from compresskit.mixed.formats.policy import BATCH_NORMS
@@ -29,8 +29,8 @@ from compresskit.prune import Prune, Sparsify
 from compresskit.prune.criteria import UNLABELLED_EVIDENCE, needs_of
 from compresskit.recipe.baselines import trainings_in
 from compresskit.train.modes import given_modes
-from compresskit.train.objective import supervised_loss
-from compresskit.train.train import Train
+from compresskit.train.objective import check_losses_are_fixed, supervised_loss
+from compresskit.train.train import Train, refuse_optimizer_with_closure
 
 #: Stages after which a model still has the BatchNorm layers that it had before.
 OF_THE_SAME_LAYERS = (Train, Prune, Sparsify)
@@ -67,47 +67,52 @@ def preflight_check(
         if _reads_target(stage):
             where = f"stage {i + 1}, {type(stage).__name__}: its loss or its criterion"
             check_labelled(own.get(i, task), where, f"tasks[{i}]" if i in own else "its task")
+    probe = copy_model(model).to(task.device)  # one for all checks in eval mode, each of which leaves it as it was
     read = _may_read_target([stage for i, stage in enumerate(stages) if i not in own])
     for which in ("val", "train", "calibration"):
         if which == "val" or getattr(task, which) is not None:
-            _check_loader(model, task, which, loss=read)
+            _check_loader(probe, task, which, loss=read)
     for i, each in own.items():
         if each.train is not None:
-            _check_loader(model, each, "train", loss=_reads_target(stages[i]))
+            _check_loader(probe, each, "train", loss=_reads_target(stages[i]))
     for i, stage in enumerate(stages):
         for training in trainings_in(stage):
             training.length(own.get(i, task))
+            check_losses_are_fixed(training.objective, own.get(i, task), reads_task_loss=training.reads_target)
             _check_steps_alone(training, f"stage {i + 1}, {type(stage).__name__}")
     _check_last_rows(model, task, stages, own)
-    probe = copy_model(model).to(task.device).eval()
-    for i, stage in enumerate(stages):
-        stage.rehearse(probe, own.get(i, task))
+    with mode(probe.to(task.device), training=False):
+        for i, stage in enumerate(stages):
+            stage.rehearse(probe, own.get(i, task))
     if not is_quantized(model):
         example = task.example()
         capture(model, few_rows(model, example, 2, input_row_dims(model, example, dynamic)), dynamic=dynamic)
 
 
-def _check_loader(model: nn.Module, task: Task, which: str, *, loss: bool = True) -> None:
-    """Try the model, and the loss or the metric, on the first batch of a loader. loss: whether to try the loss of `train`."""
+def _check_loader(probe: nn.Module, task: Task, which: str, *, loss: bool = True) -> None:
+    """Try a copy of the model, and the loss or the metric, on the first batch of a loader.
+
+    loss: whether to try the loss of `train`.
+    """
     task.length(which) if which == "val" else task.known_length(which)
     batch = next(iter(task.batches(which)))
     if which == "val" or (which == "train" and loss and missing_target(task, batch) is None):
         inputs, target = task.split(batch)
     else:
         inputs, target = task.inputs(batch), None
-    probe = copy_model(model).to(task.device)
-    check_runs(probe, inputs)
+    check_runs(probe.to(task.device), inputs)
     if target is None:
         return
-    with torch.no_grad(), no_attention_fastpath():
-        predictions = task.predicted(call(probe.eval(), inputs))
+    with torch.no_grad():
+        with mode(probe, training=False), state_kept(probe):
+            predictions = task.predicted(call(probe, inputs))
         try:
             if which == "train":
                 supervised_loss(task, predictions, target)
             elif isinstance(task.metric, OutputAgreement):
                 task.metric(predictions, target)
             elif not isinstance(task.metric, RunningMetric) and not _all_ignored(task, target):
-                metric_value(task.score(predictions, target))
+                metric_value(checked_score(task, predictions, target))
         except CompressError:
             raise
         except Exception as error:
@@ -125,11 +130,7 @@ def _check_steps_alone(training: Train, where: str) -> None:
         closure = signature(made.step).parameters.get("closure")
         if closure is None or closure.default is not Parameter.empty:
             return
-        raise SettingError(
-            f"{where}: optimizer={made.__name__} evaluates the loss itself, several times a step, which no training of a stage"
-            " does; give another, such as partial(torch.optim.AdamW, lr=...), or train with ck.mixed.prepare and"
-            " run.step(closure)"
-        )
+        refuse_optimizer_with_closure(made.__name__, where)
 
 
 def _check_last_rows(model: nn.Module, task: Task, stages: Sequence[Stage], own: Mapping[int, Task]) -> None:

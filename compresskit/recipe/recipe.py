@@ -189,12 +189,12 @@ def snapshot_fractions(stages: Sequence[Stage]) -> dict[int, float]:
     return fractions
 
 
-def own_tasks(stages: Sequence[Stage], task: Task, tasks: Sequence[Task | None]) -> dict[int, Task]:
-    """The tasks of stages that have their own, by the stage's index; SettingError where `tasks` does not fit."""
+def own_tasks(stages: Sequence[Stage], task: Task, tasks: Sequence[Task | None], where: str) -> dict[int, Task]:
+    """The tasks of stages that have their own, by the stage's index; SettingError, for `where`, where `tasks` does not fit."""
     if isinstance(tasks, Task) or any(not isinstance(own, Task | None) for own in tasks) or len(tasks) not in (0, len(stages)):
         kinds = [None if own is None else type(own).__name__ for own in ([] if isinstance(tasks, Task) else tasks)]
         raise SettingError(
-            f"Recipe.run(tasks=...): wanted a Task or None for each of the {len(stages)} stages, got"
+            f"{where}(tasks=...): wanted a Task or None for each of the {len(stages)} stages, got"
             f" {'one Task' if isinstance(tasks, Task) else kinds}; None takes the task of the run"
         )
     return {i: replace(own, device=task.device) for i, own in enumerate(tasks) if own is not None}
@@ -296,11 +296,9 @@ class Recipe:
             Interrupted: the process got SIGINT or SIGTERM.
             Other errors that the stages raise.
         """
-        out = Path(out)
-        check_is_module(model, "Recipe.run")
-        check_is_task(task, "Recipe.run")
-        self._check_model(model)
-        own = own_tasks(self.stages, task, tasks)
+        out = Path(out).absolute()  # whatever a callback or the data do to the working directory
+        self._check_arguments(model, task, "Recipe.run")
+        own = own_tasks(self.stages, task, tasks, "Recipe.run")
         preflight_check(model, task, self.stages, own, dynamic=self.dynamic)
         if self.baselines:
             with_new_weights(model)  # raises where it cannot
@@ -362,16 +360,18 @@ class Recipe:
 
     def plan(self, model: nn.Module, task: Task, out: str | Path, *, tasks: Sequence[Task | None] = ()) -> RunPlan:
         """Which stages `run` would reuse, resume or run in that folder, and why. Nothing is written."""
-        self._check_model(model)
-        own = own_tasks(self.stages, task, tasks)
+        self._check_arguments(model, task, "Recipe.plan")
+        own = own_tasks(self.stages, task, tasks, "Recipe.plan")
         record, keys = self._record_and_keys(model, task, own)
-        return plan_run(Path(out), model, self._steps(keys, own), record)
+        return plan_run(Path(out).absolute(), model, self._steps(keys, own), record)
 
     @property
     def _reports_start(self) -> bool:
         return self.stages[0].starts_from_trained
 
-    def _check_model(self, model: nn.Module) -> None:
+    def _check_arguments(self, model: nn.Module, task: Task, where: str) -> None:
+        check_is_module(model, where)
+        check_is_task(task, where)
         if is_quantized(model) and "float" in self.stages[0].needs:
             raise ModelError("the model is quantized already; start from the float model it came from")
         if masks_of(model) is not None and (stage := _first_that_needs_dense(self.stages)) is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from compresskit.base.errors import CheckpointError
-from compresskit.base.files import write_json
+from compresskit.base.files import FORMAT, write_json
 
 TABLE_HEAD = ("stage", "metric", "params", "MACs", "file", "smaller", "latency", "faster", "verified")
 #: Types of a field in a file, by its annotation.
@@ -59,7 +59,6 @@ class StageReport:
     removed: int | None = None
     masked: int | None = None
     zipped: int | None = None
-    note: str = ""
 
 
 def table(rows: Sequence[StageReport]) -> str:
@@ -138,7 +137,7 @@ def _with_unit(number: int) -> str:
 
 def write_report(path: str | Path, rows: Sequence[StageReport], **extra: Any) -> None:
     """Write reports as JSON, with other JSON-ready entries beside them."""
-    write_json(path, {"format": 1, "rows": [asdict(row) for row in rows], **extra})
+    write_json(path, {"format": FORMAT, "rows": [asdict(row) for row in rows], **extra})
 
 
 def read_stage_report(record: dict[str, Any], where: Path) -> StageReport:
@@ -148,6 +147,7 @@ def read_stage_report(record: dict[str, Any], where: Path) -> StageReport:
             value = record.get(field.name, field.default)
             if not isinstance(value, FIELD_TYPES[str(field.type)]) or (isinstance(value, bool) and "bool" not in str(field.type)):
                 raise TypeError(f"{field.name} is {value!r}")
-        return StageReport(**record)
+        # earlier files have a "note", which was always empty
+        return StageReport(**{name: value for name, value in record.items() if name != "note"})
     except (TypeError, AttributeError) as error:
         raise CheckpointError(f"{where}: not a row of a report ({error}): {json.dumps(record)[:80]}") from None

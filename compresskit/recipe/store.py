@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compresskit.base.errors import CheckpointError, ModelError
+from compresskit.base.errors import CheckpointError, ModelError, is_out_of_memory
 from compresskit.base.files import FORMAT, read_json, read_tensors, write_json, write_tensors
 from compresskit.graph.masks import Masks, attach_masks_, detach_masks_, masks_of
 from compresskit.graph.surgery import copy_model, owner, restructure_, set_tensor_, structure
 from compresskit.quant.model import Quantized
 from compresskit.quant.serialize import rebuild
 from compresskit.quant.serialize import record as quantization_record
+from compresskit.train.loop import MISMATCH_ERRORS
 from compresskit.train.snapshots import SNAPSHOTS, Snapshots
 
 MODEL, STRUCTURE, MASKS = "model.safetensors", "structure.json", "masks.safetensors"
@@ -144,7 +145,9 @@ def _rebuilt(model: nn.Module, saved: dict[str, Any], where: Path) -> nn.Module:
             f"{where}: what was saved cannot be built again from the model given: {error}; give a model that was made as the"
             " quantized one was"
         ) from error
-    except Exception as error:
+    except MISMATCH_ERRORS as error:
+        if is_out_of_memory(error):  # the files are whole
+            raise
         raise CheckpointError(f"{where}: not the record of a quantized model ({error!r}); delete the folder") from error
 
 

@@ -28,8 +28,8 @@ WITHOUT_EFFORT = ("float", "dynamic", "weights4")  # without ranges of activatio
 FINER_BELOW = 0.5  # MACs that stay, below which channels are rounded to half as many: few multiples are left in narrow networks
 MULTIPLE, MULTIPLE_OF_DEPTHWISE = 8, 16  # multiples of channels for which kernels are fast; the second of integer depthwise ones
 QAT_SHARE = 4  # one part of so many of the training is quantization-aware
-#: Settings of the training that its quantization-aware part has, too. It has its own optimizer, and its own default objective.
 OF_FLOAT = ("compile", "param_groups")  # settings of the training without meaning where all of it is quantization-aware
+#: Settings of the training that its quantization-aware part has, too. It has its own optimizer, and its own default objective.
 CARRIED_OVER = ("precision", "clip", "accumulate", "channels_last", "exact", "validate_every")
 
 

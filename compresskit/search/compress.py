@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import math
 import time
@@ -18,7 +16,7 @@ from torch import nn
 from compresskit.base.distributed import world_size
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.files import atomic
-from compresskit.base.fingerprint import describe
+from compresskit.base.fingerprint import describe, short_hash
 from compresskit.base.randomness import generators_kept
 from compresskit.base.settings import as_python
 from compresskit.base.task import Task, accuracy, batch_size
@@ -91,7 +89,7 @@ def compress(
         Other errors that a first run of the model and its training raise.
     """
     with generators_kept():  # every stage seeds them
-        return _compress(model, task, budget, Path(out), _settings(options))
+        return _compress(model, task, budget, Path(out).absolute(), _settings(options))
 
 
 def _compress(model: nn.Module, task: Task, budget: Ceilings, out: Path, settings: SearchSettings) -> Search:
@@ -258,7 +256,7 @@ def free_quantity(ceilings: dict[str, float]) -> str:
 def _study_name(budget: Ceilings, train: Train | None) -> str:
     """One study for what is asked for, however long the training that fits today."""
     settings = None if train is None or budget.minutes is not None else describe(train)
-    return hashlib.sha256(json.dumps([repr(budget), settings], sort_keys=True).encode()).hexdigest()[:12]
+    return short_hash([repr(budget), settings], 12)
 
 
 def _refuse_unreachable(

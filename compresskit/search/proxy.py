@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
@@ -23,7 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from compresskit.base.budget import keep
 from compresskit.base.errors import CheckpointError, CompressError, DataError, SettingError
 from compresskit.base.files import read_json, write_json
-from compresskit.base.fingerprint import describe
+from compresskit.base.fingerprint import describe, short_hash
 from compresskit.base.inputs import calibration_inputs, some_batches
 from compresskit.base.progress import announce
 from compresskit.base.randomness import seed_generators_
@@ -65,6 +64,7 @@ STATISTICS = "statistics.json"
 DIRECTION = "higher_is_better"  # the part of a task
 FOLDER_VERSION = 7  # another where candidates of one name are made or judged in another way
 CANDIDATES, DENSE = "candidates", "uncompressed"
+NAME_DIGITS = 8  # of a hash of settings in the name of a file or folder
 #: What the plan of named blocks says of them, which nobody reads here; by default that is measured, block by block.
 BRIEFLY: dict[str, Any] = {"importance": influence, "cost": parameters, "samples": 1}
 SCORED_SAMPLES = 64  # that the importance of blocks and of activations reads
@@ -128,7 +128,7 @@ class Workshop:
             "dynamic": json.dumps(describe(self.dynamic)),
             DIRECTION: self.task.prefers_higher,  # by its value, for the message; the signs of all drops come from it
         }
-        mine = {name: _short_hash(part) for name, part in described.items()} | settings | {"class": type(self.model).__name__}
+        mine = {name: short_hash(part) for name, part in described.items()} | settings | {"class": type(self.model).__name__}
         path = self.out / IDENTITY
         if not path.exists() and any(entry.name != LOCKS for entry in self.out.iterdir()):
             raise CheckpointError(f"{self.out}: not empty, and not the folder of a search; choose another out=")
@@ -469,7 +469,3 @@ def read_figures(path: Path) -> Figures:
         return Figures(**record)
     except TypeError as error:
         raise CheckpointError(f"{path}: no figures of a candidate in it ({error}); delete its folder") from None
-
-
-def _short_hash(record: Any) -> str:
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]

@@ -99,15 +99,14 @@ def call_back(functions: Sequence[Callable[..., Any]], report: Any, where: str) 
     """
     if not functions or distributed.rank() != 0:
         return
-    before = randomness.rng_state()
-    for function in functions:
-        try:
-            function(report)
-        except Exception as error:
-            named = isinstance(function, FunctionType | MethodType | BuiltinFunctionType)
-            name = function.__qualname__ if named else type(function).__qualname__
-            raise TrainingError(
-                f"{where}: the callback {name} failed: {type(error).__name__}: {first_line(error)}; mend it or leave"
-                " it out, then run the same command again"
-            ) from error
-    randomness.set_rng_state_(before)
+    with randomness.generators_kept():
+        for function in functions:
+            try:
+                function(report)
+            except Exception as error:
+                named = isinstance(function, FunctionType | MethodType | BuiltinFunctionType)
+                name = function.__qualname__ if named else type(function).__qualname__
+                raise TrainingError(
+                    f"{where}: the callback {name} failed: {type(error).__name__}: {first_line(error)}; mend it or leave"
+                    " it out, then run the same command again"
+                ) from error

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -188,7 +188,7 @@ class TrainingLoop:
             steps=self.length.steps,
             loss=mean,
             metric=metric,
-            learning_rates=self.rates.used,
+            learning_rates=list(self.rates.used),  # a callback's own
         )
         if bar.disable:
             of = f"/{report.epochs}" if report.epochs else f", step {report.step}/{report.steps}"
@@ -245,7 +245,7 @@ class TrainingLoop:
             steps=self.length.steps,
             epoch=self.cursor.epoch,
             losses={name: loss.detach() for name, loss in losses.items()},
-            learning_rates=self.rates.used,
+            learning_rates=list(self.rates.used),  # a callback's own
             metric=metric,
         )
 
@@ -304,8 +304,8 @@ class TrainingLoop:
             randomness.set_rng_state_(rank_state["random"])
         except CompressError:
             raise
-        except MISMATCH_ERRORS as error:
-            raise _mismatch(self.training, error) from error
+        except (*MISMATCH_ERRORS, MemoryError) as error:
+            _raise_unrestored(self.training, error)
 
 
 def _one_step(batches: Sequence[Any], last: int) -> Iterator[tuple[Any, int, bool, int]]:
@@ -366,8 +366,8 @@ class TrainingResult:
             randomness.set_rng_state_(rank_state["random"])
         except CompressError:
             raise
-        except MISMATCH_ERRORS as error:
-            raise _mismatch(None, error) from error
+        except (*MISMATCH_ERRORS, MemoryError) as error:
+            _raise_unrestored(None, error)
 
 
 def _rank_state(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -387,12 +387,25 @@ def _restore_snapshots_(task: Task, snapshots: Mapping[float, Mapping[str, Tenso
         task.snapshots[fraction].update(values)
 
 
-def _mismatch(training: Training | None, error: Exception) -> CheckpointError:
-    """The error for a checkpoint that is intact but of another training."""
+def _raise_unrestored(training: Training | None, error: Exception) -> NoReturn:
+    """Raise what an error says about a checkpoint that is intact: CheckpointError where it is of another training.
+
+    A failure of the machine says nothing about the checkpoint: TrainingError, whose advice keeps it.
+    """
     where = "" if training is None else f"{training.progress.folder}: "
-    return CheckpointError(
+    if is_out_of_memory(error):
+        raise TrainingError(
+            f"{where}no memory to load the checkpoint, which is whole ({first_line(error)}); end what else takes memory, then run"
+            " the same command again"
+        ) from error
+    if distributed.is_peer_failure(error) or "CUDA error" in str(error):
+        raise TrainingError(
+            f"{where}the device or another process failed while the checkpoint was loaded, which is whole ({first_line(error)});"
+            " run the same command again"
+        ) from error
+    raise CheckpointError(
         f"{where}the checkpoint is of another training ({first_line(error)}); delete the folder to start that stage again"
-    )
+    ) from error
 
 
 def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:

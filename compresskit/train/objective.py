@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from types import MethodType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from compresskit.base.errors import CompressError, DataError, first_line, is_out_of_memory
+from compresskit.base.errors import CompressError, DataError, SettingError, first_line, is_out_of_memory
 from compresskit.base.objective import Losses, LossFunction, Objective, as_objective, bound
 from compresskit.base.task import Task, call, check_labels, shapes_of
+from compresskit.measure import checked_shapes
 from compresskit.mixed.formats.parallel import reshard_
 
 
@@ -66,7 +64,7 @@ def supervised_loss(task: Task, predictions: Any, target: Any) -> Tensor:
             " Task(loss=F.mse_loss) for numbers, or F.binary_cross_entropy_with_logits for yes or no"
         )
     try:
-        with _checked_shapes(predictions, target):
+        with checked_shapes(predictions, target):
             loss = task.loss(predictions, target)
     except IndexError:
         if isinstance(target, Tensor) and predictions.ndim == target.ndim + 1 and not target.is_floating_point():
@@ -84,6 +82,34 @@ def _scalar(loss: Any) -> Tensor:
             " over the batch"
         )
     return loss
+
+
+def check_losses_are_fixed(
+    objective: Objective | LossFunction | None, task: Task, *, reads_task_loss: bool, model: nn.Module | None = None
+) -> None:
+    """Raise SettingError where a loss is a module, or a method or a partial of one, with parameters that no training would move.
+
+    Args:
+        objective: is minimised; None for the task's loss.
+        task: has the loss.
+        reads_task_loss: whether it is minimised, or an `Objective` reads it.
+        model: is trained; None where that is a copy.
+    """
+    own = objective is not None and not isinstance(objective, Objective)
+    if not (own or reads_task_loss):
+        return
+    where, loss = "Train(objective=...)" if own else "Task(loss=...)", objective if own else task.loss
+    inner: Any = loss.func if isinstance(loss, partial) else loss
+    inner = inner.__self__ if isinstance(inner, MethodType) else inner
+    if not isinstance(inner, nn.Module):
+        return
+    trained = set() if model is None else set(model.parameters())
+    if free := [name for name, p in inner.named_parameters() if p.requires_grad and p not in trained]:
+        raise SettingError(
+            f"{where}: {type(inner).__name__} has parameters that require gradients ({free[0]}, {len(free)} in all), and a"
+            " training moves those of the model alone; make them part of the model, in the bind of an Objective for the time of"
+            " the training, or freeze them with requires_grad_(False)"
+        )
 
 
 def _is_cross_entropy(loss: Any) -> bool:
@@ -108,33 +134,6 @@ def task_losses(model: nn.Module, task: Task) -> Callable[[Callable[..., Any], A
             ) from error
 
     return losses
-
-
-def _checked_shapes(predictions: Tensor, target: Any) -> AbstractContextManager[Any]:
-    """Inside the block, watch predictions (N, 1) beside targets (N,), which most losses would broadcast to (N, N)."""
-    columns = isinstance(target, Tensor) and target.shape[:1] > (1,) and predictions.shape == (*target.shape, 1)
-    return BroadcastCheck(predictions.shape, target.shape) if columns else nullcontext()
-
-
-class BroadcastCheck(TorchDispatchMode):
-    """Raise `DataError` where predictions (N, 1) and targets (N,) are broadcast to (N, N)."""
-
-    def __init__(self, predictions: torch.Size, target: torch.Size) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.predictions, self.target = predictions, target
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        shapes = {leaf.shape for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)}
-        column = func is torch.ops.aten.expand.default and shapes == {self.predictions}
-        square = torch.broadcast_shapes(self.predictions, self.target)
-        if (column or shapes == {self.predictions, self.target}) and isinstance(result, Tensor) and result.shape == square:
-            raise DataError(
-                f"predictions {tuple(self.predictions)} and targets {tuple(self.target)} are broadcast to {tuple(square)}, each"
-                f" prediction beside every target; let the loader give targets {tuple(self.predictions)}, or pass a predict="
-                " that squeezes the last dimension"
-            )
-        return result
 
 
 def bind_objective(objective: Objective | LossFunction | None, model: nn.Module, task: Task) -> Objective:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -34,13 +35,13 @@ def groups_of(model: nn.Module, make: ParamGroups | None) -> list[Any]:
     groups = make(named)
     try:
         groups = [{**group, "params": list(group["params"])} for group in groups]
-        held = [id(parameter) for group in groups for parameter in group["params"]]
+        held = Counter(id(parameter) for group in groups for parameter in group["params"])
     except (TypeError, KeyError) as error:
         raise SettingError(
             f"Train(param_groups=...): wanted a list of dicts with an entry 'params' from its function, got {groups!r:.80}"
         ) from error
-    if left := [name for name, parameter in named if held.count(id(parameter)) != 1]:
-        often = held.count(id(dict(named)[left[0]]))
+    if left := [name for name, parameter in named if held[id(parameter)] != 1]:
+        often = held[id(dict(named)[left[0]])]
         raise SettingError(
             f"Train(param_groups=...): {left[0]} is in {often} groups; each parameter with a gradient belongs into one"
             " (freeze it with requires_grad_(False) to leave it out)"

@@ -16,14 +16,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NoReturn
 
 import torch
 from torch import nn
 
 from compresskit import mixed
 from compresskit.base import distributed
-from compresskit.base.errors import ModelError, SettingError, TrainingError
+from compresskit.base.errors import CompressError, ModelError, SettingError, TrainingError, first_line
 from compresskit.base.objective import LossFunction, Objective
 from compresskit.base.packing import Resumable
 from compresskit.base.progress import Training
@@ -34,8 +34,11 @@ from compresskit.graph.masks import enforce_masks_
 from compresskit.graph.quantized import quantized_parts
 from compresskit.graph.surgery import check_is_module
 from compresskit.mixed.channels_last import channels_last_weights
+from compresskit.mixed.checks import check_backend, check_clip, check_start_dtypes, requires_closure
 from compresskit.mixed.compiled_model import compiled_model
 from compresskit.mixed.formats.levels import require_policy
+from compresskit.mixed.formats.parallel import is_sharded
+from compresskit.mixed.step.masters import check_not_in_run, widen_
 from compresskit.train.callbacks import Callbacks, as_callbacks
 from compresskit.train.cursor import naming_dead_workers
 from compresskit.train.learning_rates import LearningRates
@@ -43,7 +46,7 @@ from compresskit.train.length import Length
 from compresskit.train.loop import Hook, TrainingLoop, TrainingResult, align_processes_
 from compresskit.train.lr import AnySchedule, Cosine, as_schedule, check_lr_schedule
 from compresskit.train.modes import remember_modes_, train_mode_
-from compresskit.train.objective import bind_objective
+from compresskit.train.objective import bind_objective, check_losses_are_fixed
 from compresskit.train.param_groups import ParamGroups, groups_of
 from compresskit.train.snapshots import fill_snapshots_
 from compresskit.train.validation import Validation
@@ -136,11 +139,9 @@ class Train(Stage):
         _check_validation(self)
         if self.accumulate < 1:
             raise SettingError(f"Train(accumulate=...): wanted a whole number >= 1, got {self.accumulate}")
-        if self.clip is not None and self.clip <= 0:
-            raise SettingError(f"Train(clip=...): wanted a positive norm, got {self.clip}")
+        check_clip(self.clip, "Train")
         require_policy(self.precision, "Train(precision=...)")
-        if self.backend not in (None, "foreach", "compiled"):
-            raise SettingError(f"Train(backend=...): wanted None, 'foreach' or 'compiled', got {self.backend!r}")
+        check_backend(self.backend, "Train")
         if self.compile and self.exact:
             raise SettingError(
                 "Train(compile=True, exact=True): messages in every layer cannot be compiled; leave one of the two out"
@@ -213,14 +214,14 @@ def fit_(
         Interrupted: a signal stopped the training after it wrote a checkpoint.
     """
     remember_modes_(model)
-    _check_trainable(model, task)
+    _check_start_(model, task, settings, objective or settings.objective)
     training = None if task.progress is None else task.progress.training(label)
     align_processes_(model)
     result = TrainingResult(model=model, task=task, resumables=resumables)
     if training is not None and (finished := training.finished()) is not None:
         result.restore_(finished)
         return model.eval()
-    with naming_dead_workers(label):
+    with naming_dead_workers(label), torch.enable_grad():
         _train_(
             model,
             task,
@@ -310,6 +311,24 @@ def _compiled_training(model: nn.Module, run: mixed.Run, label: str) -> Abstract
     return compiled_model(model, run.device, f"{label}: compile=True")
 
 
+def _check_start_(model: nn.Module, task: Task, settings: Train, objective: Objective | LossFunction | None) -> None:
+    """Refuse what no training can begin with, and bring a half model to fp32 where its masters would be made of it.
+
+    An objective may run the model when it is bound, or copy it, before it is prepared.
+    """
+    if torch.is_inference_mode_enabled():
+        raise SettingError(
+            "a training was called inside torch.inference_mode(), where nothing has a gradient; call it outside of that block"
+        )
+    _check_trainable(model, task)
+    reads = objective is None or (isinstance(objective, Objective) and objective.reads_target)
+    check_losses_are_fixed(objective, task, reads_task_loss=reads, model=model)
+    check_not_in_run(model)
+    check_start_dtypes(model, settings.precision)
+    if settings.precision.param_dtype is not None and not is_sharded(model):
+        widen_(model)
+
+
 def _check_trainable(model: nn.Module, task: Task) -> None:
     task.known_length("train")  # raises where the loader is missing or empty
     if not any(p.requires_grad for p in model.parameters()):
@@ -367,6 +386,25 @@ def _check_validation(settings: Train) -> None:
     as_callbacks(settings.on_epoch, "Train(on_epoch=...)")
 
 
+def refuse_optimizer_with_closure(kind: str, where: str) -> NoReturn:
+    """Raise SettingError, which begins with `where`, for an optimizer that evaluates the loss itself, as LBFGS does."""
+    raise SettingError(
+        f"{where}: optimizer={kind} evaluates the loss itself, several times a step, which no training of a stage does; give"
+        " another, such as partial(torch.optim.AdamW, lr=...), or train with ck.mixed.prepare and run.step(closure)"
+    )
+
+
 def _mixed_run(model: nn.Module, settings: Train) -> mixed.Run:
-    optimizer = settings.optimizer(groups_of(model, settings.param_groups))
+    groups = groups_of(model, settings.param_groups)
+    try:
+        optimizer = settings.optimizer(groups)
+    except (ValueError, TypeError, RuntimeError) as error:
+        if isinstance(error, CompressError):
+            raise
+        raise SettingError(
+            f"Train(optimizer=...): it cannot be made of the model's parameters: {type(error).__name__}: {first_line(error)};"
+            " param_groups= chooses what it gets, and takes no parameter that is frozen with requires_grad_(False)"
+        ) from error
+    if isinstance(optimizer, torch.optim.Optimizer) and requires_closure(optimizer):
+        refuse_optimizer_with_closure(type(optimizer).__name__, "Train")
     return mixed.prepare(model, optimizer, settings.precision, clip=settings.clip, flat=settings.flat, backend=settings.backend)

@@ -74,3 +74,41 @@ def test_exactly_one_quantity(make) -> None:
 def test_the_whole_model() -> None:
     assert ck.keep(latency=1).kept == 1
     assert ck.remove(channels=0).removed == 0
+
+
+STAGES = {
+    ck.Prune: {},
+    ck.Sparsify: {},
+    ck.LotteryTicket: {"train": ck.Train(epochs=1)},
+    ck.prune.low_rank.LowRank: {},
+    ck.prune.depth.Depth: {},
+    ck.prune.depth.Merge: {},
+}
+
+
+@pytest.mark.parametrize("name", ["ratio", *QUANTITIES])
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_budget_that_a_message_says_to_write_is_taken(stage, name) -> None:
+    with pytest.raises(SettingError, match=r"it is not a setting.*; write budget=ck\.\w+\(\w+=0\.\d\)$") as raised:
+        stage(**{name: 0.5})
+    advised = eval(str(raised.value).rpartition("budget=")[2], {"ck": ck})
+    assert advised.quantity in stage.quantities
+    assert advised.quantity == name or name not in stage.quantities
+    assert stage(**STAGES[stage], budget=advised).budget == advised
+
+
+@pytest.mark.parametrize(
+    ("function", "allowed"),
+    [
+        (ck.prune.plan_channels, ck.Prune.quantities),
+        (ck.prune.plan_mask, ("weights",)),
+        (ck.prune.low_rank.plan_ranks, ("macs", "parameters")),
+        (ck.prune.depth.plan_blocks, ("latency", "macs", "parameters", "bytes")),
+        (ck.prune.depth.plan_merges, ("latency", "macs", "parameters")),
+    ],
+)
+def test_functions_say_the_same(function, allowed) -> None:
+    for name in ("ratio", *QUANTITIES):
+        with pytest.raises(SettingError, match=rf"{function.__name__}\({name}=...\): it is not a setting") as raised:
+            function(**{name: 0.5})
+        assert eval(str(raised.value).rpartition("budget=")[2], {"ck": ck}).quantity in allowed

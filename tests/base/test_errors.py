@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+import compresskit as ck
+from compresskit.base import errors
 from compresskit.base.errors import DataError, first_line, named_first_line
 from compresskit.base.inputs import call_checked
 
@@ -28,3 +30,9 @@ def test_a_model_that_fails_without_a_word_is_named() -> None:
 
     with pytest.raises(DataError, match=r"there: the model does not run on inputs of shape .*: NotImplementedError"):
         call_checked(Unfinished(), (torch.zeros(1),), "there")
+
+
+def test_all_classes_can_be_caught_by_their_names_in_the_package() -> None:
+    names = [name for name, value in vars(errors).items() if isinstance(value, type)]
+    assert "Interrupted" in names
+    assert all(getattr(ck, name) is getattr(errors, name) for name in names)

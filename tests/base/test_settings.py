@@ -27,6 +27,8 @@ STAGES = {
     ck.LotteryTicket: {"budget": ck.remove(weights=0.5), "train": ck.Train(epochs=1)},
     ck.StaticQuant: {},
     ck.QAT: {"epochs": 1},
+    ck.WeightQuant: {},
+    ck.DynamicQuant: {},
     ck.Every: {},
 }
 VALUES = [None, True, 0, -1, 1, 2**70, 0.0, -0.5, 1.5, math.nan, math.inf, -math.inf, 1e-300, "", "x", b"x", (), ("a",), [1], {},

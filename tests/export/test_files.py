@@ -72,7 +72,7 @@ def test_external_data_of_any_name_is_counted_and_copied(place, tmp_path) -> Non
     onnx.save(onnx.load(plain), path, save_as_external_data=True, location=place, size_threshold=200)
     assert files.external_files(path) == [path.parent / place]
     assert files.file_bytes(path) == path.stat().st_size + (path.parent / place).stat().st_size > 0.9 * plain.stat().st_size
-    files.copy_model(path, tmp_path / "copy" / "model.onnx")
+    files.copy_onnx(path, tmp_path / "copy" / "model.onnx")
     shutil.rmtree(path.parent)
     assert session(tmp_path / "copy" / "model.onnx").get_inputs()[0].shape[0] == "batch"
 
@@ -156,3 +156,27 @@ def test_an_error_of_the_runtime_is_one_line_with_what_it_says() -> None:
     assert runtime_message(ValueError(text)) == "Got index: 1"
     assert runtime_message(ValueError("a" * 1000 + "z")) == "a" * 200 + " ... " + "a" * 199 + "z"
     assert runtime_message(KeyError()) == "KeyError"
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_graph_is_never_left_with_the_weights_of_another(copied, large, monkeypatch, tmp_path) -> None:
+    """A process that is killed after the weights are in their place leaves no file, which is an honest failure."""
+    (tmp_path / "new").mkdir()
+    path = ck.export_onnx(build(networks.Chain), tmp_path / "f.onnx", image(2))
+    new = ck.export_onnx(build(networks.Residual), tmp_path / "new" / "f.onnx", image(2))
+    replace, replaced = Path.replace, []
+
+    def killed_after_the_first(source, target):
+        if replaced:
+            raise KeyboardInterrupt
+        replaced.append(Path(target).name)
+        return replace(source, target)
+
+    monkeypatch.setattr(Path, "replace", killed_after_the_first)
+    with pytest.raises(KeyboardInterrupt):
+        files.copy_onnx(new, path) if copied else ck.export_onnx(build(networks.Residual), path, image(2))
+    assert replaced == ["f.onnx.data"]
+    assert not path.exists()
+    monkeypatch.undo()
+    files.copy_onnx(new, path)
+    assert path.read_bytes() == new.read_bytes()

@@ -284,3 +284,33 @@ def test_a_vocabulary_is_not_looked_through(monkeypatch) -> None:
         model.cache = {"past": [], "large": [0, 0, 0], "last": None}
         surgery.call_unmoved(model, (torch.randn(2, 3),))
     assert model.cache["past"] == [1]  # what is in it is neither compared nor put back
+
+
+def test_a_static_method_as_an_attribute_is_shared_by_copies() -> None:
+    model = nn.Linear(3, 3)
+    model.act = staticmethod(torch.relu)
+    copied = surgery.copy_model(model)
+    assert copied.act is model.act
+    assert copied.weight is not model.weight
+
+
+class Tagged(nn.Parameter):
+    """A class of parameters of one's own."""
+
+
+def test_a_cut_parameter_keeps_what_the_user_gave_it() -> None:
+    conv, seen = nn.Conv2d(8, 8, 3), []
+    conv.weight = Tagged(conv.weight.detach())
+    conv.to(memory_format=torch.channels_last)
+    conv.weight.no_weight_decay = True
+    conv.weight.register_hook(lambda grad: seen.append("gradient"))
+    conv.weight.register_post_accumulate_grad_hook(lambda parameter: seen.append("accumulated"))
+    surgery.select_(conv, "weight", {0: torch.arange(5)})
+    assert type(conv.weight) is Tagged
+    assert conv.weight.no_weight_decay
+    assert conv.weight.is_contiguous(memory_format=torch.channels_last)
+    conv.weight.sum().backward()
+    assert seen == ["gradient", "accumulated"]
+    cube = nn.Conv3d(4, 4, 3).to(memory_format=torch.channels_last_3d)
+    surgery.select_(cube, "weight", {1: torch.arange(2)})
+    assert cube.weight.is_contiguous(memory_format=torch.channels_last_3d)

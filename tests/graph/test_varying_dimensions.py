@@ -10,7 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import compresskit as ck
-from compresskit.graph.capture import capture
+from compresskit.base.errors import ModelError
+from compresskit.graph.capture import capture, module_path
+from compresskit.graph.varying_dimensions import traced_after_other_sizes, traced_by_code
+from compresskit.measure import session
 
 TOKENS, IMAGE = (torch.randn(4, 8, 4),), (torch.randn(2, 3, 16, 16),)
 
@@ -229,3 +232,126 @@ def test_neither_inputs_nor_buffers_are_written() -> None:
     capture(model, x)
     assert torch.equal(x, before)
     assert not model.count
+
+
+class Table:
+    """Of numbers, which takes the place in memory of one that is gone."""
+
+
+class Remade(nn.Module):
+    """Makes its table anew in each call, with the id of the last one where that is gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = Table()
+
+    def forward(self, x):
+        last, self.table = id(self.table), None
+        others = []
+        while id(made := Table()) != last and len(others) < 1000:
+            others.append(made)
+        self.table = made
+        return x
+
+
+def test_a_table_in_the_memory_of_the_last_one_is_another() -> None:
+    error = RuntimeError("You marked L['x'].size()[0] as dynamic but your code specialized it to be a constant (4)")
+    assert traced_after_other_sizes(error, Remade(), (torch.zeros(4),), [(0, 0)], lambda: "traced") == "traced"
+    assert traced_after_other_sizes(error, nn.ReLU(), (torch.zeros(4),), [(0, 0)], lambda: "traced") is None
+
+
+class Backcast(nn.Module):
+    """Takes lengths of tensors for sizes, as forecasters and masks of lengths do, around layers of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph, self.steps, self.last = nn.Linear(8, 12), nn.LSTM(2, 6, batch_first=True), nn.Linear(6, 3)
+        self.register_buffer("scale", torch.randn(6))
+
+    def forward(self, x, lengths=None):
+        y = self.steps(self.graph(x).relu().reshape(len(x), -1, 2))[0] * self.scale
+        if lengths is not None:
+            y = y * (torch.arange(y.shape[1]).expand(len(lengths), -1) < lengths[:, None])[..., None]
+        return {"forecast": self.last(y), "steps": 6}
+
+
+def test_lengths_of_tensors_are_sizes_that_vary(tmp_path) -> None:
+    torch.manual_seed(0)
+    model = Backcast().eval()
+    inputs = [{"lengths": torch.arange(rows) % 6, "x": torch.randn(rows, 8)} for rows in (4, 7, 1)]
+    before = {module: list(vars(module)) for module in model.modules()}
+    captured = capture(model, inputs[0])
+    assert {module: list(vars(module)) for module in model.modules()} == before
+    layers = {module_path(node) for node in captured.module.graph.nodes if str(node.target).startswith(("aten.lin", "aten.lstm"))}
+    assert layers == {"graph", "steps", "last"}
+    assert {captured.name_in_model(name) for name, _ in captured.module.named_parameters()} == set(dict(model.named_parameters()))
+    quantized = ck.quant.quantize_static(model, [inputs[0]])
+    assert {"linear", "linear_1"} <= set(quantized.placement.integer)
+    pruned = ck.prune.apply_(Backcast().eval(), ck.prune.plan_channels(model, inputs[0], budget=ck.keep(macs=0.8), round_to=1))
+    for exported in (model, quantized, pruned):
+        path = ck.export_onnx(exported, tmp_path / "f.onnx", inputs[0])
+        assert ck.verify_onnx(path, exported, inputs).passed
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        lambda y, x: F.interpolate(y, size=(int(float(x.shape[2]) / 2), int(x.shape[3]))),
+        lambda y, x: y * torch.tensor([float(x.shape[2]) - 1, float(x.shape[3])]).sum(),
+    ],
+    ids=["half the size", "a tensor of sizes"],
+)
+def test_numbers_made_of_sizes_are_sizes_that_vary(code, tmp_path) -> None:
+    class Resized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Conv2d(3, 4, 3, padding=1)
+
+        def forward(self, x):
+            return code(self.layer(x), x)
+
+    model = Resized().eval()
+    run = session(ck.export_onnx(model, tmp_path / "f.onnx", IMAGE, dynamic=(0, 2, 3)))
+    for x in (*IMAGE, torch.randn(1, 3, 19, 26)):
+        (got,) = run.run(None, {"x": x.numpy()})
+        torch.testing.assert_close(torch.from_numpy(got), model(x), rtol=1e-4, atol=1e-4)
+
+
+def test_conditions_of_code_that_is_read_are_warned_of() -> None:
+    class Decides(nn.Module):
+        def forward(self, x, mask):
+            if mask.shape[1] > 10:
+                return x.expand(len(x), -1) * 2
+            return x.expand(len(x), -1)
+
+    inputs = {"mask": torch.randn(4, 6), "x": torch.randn(4, 3)}
+    dynamic = {"x": {0: "batch"}, "mask": {0: "batch", 1: "length"}}
+    with pytest.warns(UserWarning, match=r"right only where mask\.size\(1\) <= 10; for inputs of shape .*\(4, 11\)|\(2, 11\)"):
+        capture(Decides(), inputs, dynamic=dynamic)
+
+
+def test_code_that_is_read_gives_what_the_model_gives() -> None:
+    error = RuntimeError("You marked L['x'].size()[0] as dynamic but your code specialized it to be a constant (4)")
+    x = torch.randn(4, 3)
+    programs = {kind: torch.export.export(kind(), (x,)) for kind in (nn.ReLU, nn.Sigmoid)}
+    for kind_of, program in programs.items():
+        found = traced_by_code(error, nn.ReLU(), (x,), [(0, 0)], lambda program=program: program)
+        assert found is (program if kind_of is nn.ReLU else None)
+    assert traced_by_code(RuntimeError("other"), nn.ReLU(), (x,), [(0, 0)], lambda: programs[nn.ReLU]) is None
+
+
+def test_an_operator_of_torch_that_makes_a_constant_is_called_that(caplog) -> None:
+    class Products(nn.Module):
+        def forward(self, x):
+            return torch.linalg.multi_dot([x, x.t(), x])
+
+    class Loop(nn.Module):
+        def forward(self, x):
+            return sum(row * 2 for row in x)
+
+    place = r"for the constant 2 \(.*test_varying_dimensions\.py:\d+ in "
+    with pytest.raises(ModelError, match=rf"should vary, but an operator of torch takes it {place}forward\); write that"):
+        capture(Products(), torch.randn(3, 5))
+    with pytest.raises(ModelError, match=rf"but the code takes it {place}.*, as a loop over it does.*nn\.LSTM"):
+        capture(Loop(), torch.randn(3, 5))
+    assert not caplog.records

@@ -113,6 +113,16 @@ def test_advise_takes_keyword_inputs_and_leaves_the_generator() -> None:
     assert advise(Named(8, 4), {"x": torch.randn(2, 8)}).layers[0].sizes["rows"] == 2
 
 
+class Counting(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.register_buffer("runs", torch.ones(()), persistent=False)
+        return super().forward(x)
+
+
+def test_advise_takes_a_model_that_makes_a_buffer_when_it_runs() -> None:
+    assert advise(Counting(8, 4), torch.zeros(2, 8)).layers[0].sizes["rows"] == 2
+
+
 def test_advise_says_what_does_not_fit() -> None:
     with pytest.raises(ModelError, match="Linear does not run on the example: .*mat1 and mat2"):
         advise(nn.Linear(8, 4), torch.randn(2, 7))

@@ -204,7 +204,7 @@ def test_averages_in_the_place_of_weights_are_no_write() -> None:
 
 @pytest.mark.parametrize("clip", [float("nan"), float("inf"), 0, True, "1"])
 def test_clip_must_be_a_positive_number(clip) -> None:
-    with pytest.raises(SettingError, match=r"clip must be positive and finite, got .*None does not clip"):
+    with pytest.raises(SettingError, match=r"^prepare\(clip=\.\.\.\): wanted a positive, finite norm, got .*None does not clip"):
         started(MASTER_BF16, clip=clip)
 
 
@@ -450,3 +450,40 @@ def test_an_operation_in_place_keeps_the_half_dtype_under_autocast() -> None:
     model = Add(8, 4)
     prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), AMP_BF16)(torch.randn(16, 8))
     assert seen == {"out of place": torch.float32, "in place": torch.bfloat16}
+
+
+# what is there before
+
+
+@pytest.mark.parametrize("policy", POLICIES, **by_name)
+def test_gradients_of_before_are_no_part_of_the_first_step(policy: Policy) -> None:
+    """Every plain loop that clears gradients before its backward pass ends with some."""
+    trained = []
+    for earlier in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 4)
+        if earlier:
+            model(torch.ones(2, 8)).sum().backward()
+        run = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy)
+        one_step(run)
+        trained.append(run.finish().weight.detach())
+    assert torch.equal(*trained)
+
+
+def test_gradients_of_before_do_not_come_with_a_new_group() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).requires_grad_(True)
+    model[1].requires_grad_(False)
+    run = prepare(model, torch.optim.SGD(model[0].parameters(), lr=0.1), FP32)
+    model[1].requires_grad_(True).weight.grad = torch.ones(4, 8)
+    run.add_group({"params": model[1].parameters()})
+    assert model[1].weight.grad is None
+
+
+@pytest.mark.parametrize("policy", [MASTER_BF16, SPLIT_BF16, PURE_BF16], **by_name)
+@pytest.mark.parametrize("cast", [nn.Module.float, nn.Module.half])
+def test_a_model_that_was_cast_by_hand_is_named(policy: Policy, cast) -> None:
+    model, _, run = started(policy)
+    one_step(run)
+    cast(model)
+    with pytest.raises(TrainingError, match=r"weight was cast to torch.float\d+ by hand after prepare .*; leave the cast out"):
+        run(batch())

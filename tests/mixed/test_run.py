@@ -124,7 +124,7 @@ def test_a_compiled_model_runs_under_a_policy() -> None:
 
 def test_clip_must_be_positive_and_the_optimizer_of_the_models_parameters() -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(SettingError, match="clip must be positive and finite, got -1"):
+    with pytest.raises(SettingError, match=r"^prepare\(clip=\.\.\.\): wanted a positive, finite norm, got -1"):
         prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), clip=-1)
     with pytest.raises(SettingError, match="not the model's"):
         prepare(model, torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))

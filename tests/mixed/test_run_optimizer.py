@@ -181,3 +181,20 @@ def test_accelerate(plain, tmp_path) -> None:
             accelerator.save_state(str(tmp_path))
             accelerator.load_state(str(tmp_path))
     assert same(run.finish(), plain)
+
+
+def test_a_closure_of_lbfgs_is_evaluated_as_often_as_it_wants() -> None:
+    calls = []
+    run = ck.mixed.prepare(model := nn.Linear(8, 4), torch.optim.LBFGS(model.parameters(), max_iter=4), ck.mixed.FP32)
+    optimizer = ck.mixed.RunOptimizer(run)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(run, IMAGES, LABELS)
+        run.backward(loss)
+        calls.append(loss.item())
+        return loss
+
+    assert optimizer.step(closure).item() == calls[0]
+    assert len(calls) > 2
+    assert calls[-1] < calls[0]

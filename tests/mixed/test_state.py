@@ -195,3 +195,66 @@ def test_a_state_is_laid_out_as_its_weight(policy, flat) -> None:
         weights.append(run.finish().state_dict())
     for name, value in weights[0].items():
         assert torch.equal(value, weights[1][name]), name
+
+
+def fit_by_lbfgs(run, steps):
+    x = torch.linspace(-1, 1, 64).reshape(16, 4)
+
+    def closure():
+        loss = (run(x).squeeze(1) - x.prod(1)).square().mean()
+        run.backward(loss)
+        return loss
+
+    for _ in range(steps):
+        run.step(closure)
+
+
+def start_lbfgs():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    return prepare(model, torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, history_size=5), mixed.FP32)
+
+
+def test_tensors_in_lists_of_a_state_are_copied_and_stay_as_they_were_saved() -> None:
+    """LBFGS keeps its directions in lists, which going on would change: in what was saved, and in what was loaded."""
+    run = start_lbfgs()
+    fit_by_lbfgs(run, 3)
+    state = run.state_dict()
+    before = copy.deepcopy(state)
+    fit_by_lbfgs(run, 3)
+    wanted = run.state_dict()
+    same(state, before)
+    for resumed in (run, start_lbfgs()):
+        resumed.load_state_dict(state)
+        fit_by_lbfgs(resumed, 3)
+        same(resumed.state_dict(), wanted)
+        same(state, before)
+
+
+def test_a_learning_rate_that_is_a_tensor_is_not_shared_with_the_state() -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
+    run = prepare(model, optimizer, mixed.FP32)
+    run.schedule(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+    state = run.state_dict()
+    before = copy.deepcopy(state)
+    run.load_state_dict(state)
+    for _ in range(2):
+        run.backward(run(torch.ones(2, 4)).square().mean())
+        run.step()
+    assert optimizer.param_groups[0]["lr"].item() == pytest.approx(0.025)
+    same(state, before)
+
+
+@pytest.mark.parametrize("policy", [mixed.FP32, mixed.MASTER_BF16, mixed.AMP_FP16], ids=lambda p: p.name)
+def test_going_back_to_a_state_drops_the_gradients_that_wait(policy) -> None:
+    run, _ = start(policy, OPTIMIZERS["sgd"])
+    go(run, range(1))
+    state = run.state_dict()
+    go(run, range(3, 4))
+    wanted = run.state_dict()
+    run.load_state_dict(state)
+    run.backward(run(torch.ones(2, 2, 6, 6)).square().sum())
+    run.load_state_dict(state)
+    go(run, range(3, 4))
+    same(run.state_dict(), wanted)

@@ -236,7 +236,7 @@ def test_normalisations() -> None:
 
 
 def evidence_of(model, task, *needs, samples=64):
-    groups = analyze_channels(model, task.example())[0].groups
+    groups = analyze_channels(model, task.example(), where="plan_channels")[0].groups
     names = sorted({tensor for group in groups for tensor, _, _ in group.indices})
     each = collect(model, names, task, needs=needs, samples=samples)
     return groups, [(rows, [g.slices(model, "", e) for g in groups]) for rows, e in each]

@@ -24,7 +24,7 @@ def linear_problem():
 
 def scored(criterion, model, task):
     weights = {"0.weight": model[0].weight}
-    return score_weights(model, weights, Unstructured(), criterion, task, 16)["0.weight"].view(4, 6)
+    return score_weights(model, weights, Unstructured(), criterion, task, 16, where="plan_mask")["0.weight"].view(4, 6)
 
 
 def test_criteria_are_their_formulas() -> None:
@@ -53,9 +53,8 @@ def test_wanda_knows_which_input_a_weight_reads(groups) -> None:
     model = nn.Sequential(nn.Conv2d(4, 8, 3, groups=groups, bias=False))
     x = torch.randn(5, 4, 6, 6) * torch.tensor([1.0, 5.0, 0.2, 3.0]).view(1, 4, 1, 1)
     task = ck.Task(val=[(x, x)], calibration=[(x, x)])
-    found = score_weights(model, {"0.weight": model[0].weight}, Unstructured(), wanda, task, 5)["0.weight"].view_as(
-        model[0].weight
-    )
+    scores = score_weights(model, {"0.weight": model[0].weight}, Unstructured(), wanda, task, 5, where="plan_mask")
+    found = scores["0.weight"].view_as(model[0].weight)
     norms = torch.linalg.vector_norm(x, dim=(0, 2, 3))
     for o in range(8):
         for i in range(4 // groups):

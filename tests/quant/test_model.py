@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+
 import networks
 import pytest
 import torch
@@ -12,7 +15,7 @@ from torch import nn
 import compresskit as ck
 from compresskit.base.errors import ModelError
 from compresskit.measure import numpy_inputs, session
-from compresskit.quant import prepare_qat, quantize_static
+from compresskit.quant import prepare_qat, quantize_dynamic, quantize_static, quantize_weights
 
 
 def test_ranges_follow_activations_until_observers_are_off() -> None:
@@ -101,3 +104,80 @@ def test_a_model_that_cuts_its_batch_in_two(tmp_path) -> None:
     path = ck.export_onnx(quantized, tmp_path / "int8.onnx", batches[0])
     assert ck.verify_onnx(path, quantized, batches).passed
     assert ck.audit(path).integer_fraction == 1.0
+
+
+def dead_filters() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+    with torch.no_grad():
+        model[0].weight[:2], model[0].bias[:2] = 1e-9, 0.0
+    return model
+
+
+@pytest.mark.parametrize("how", ["trained", "converted", "static"])
+def test_biases_that_grow_beyond_int32_get_room(how, tmp_path) -> None:
+    """Filters that died under weight decay have tiny scales, in steps of which a trained bias is larger than int32 holds."""
+    x = torch.randn(64, 8)
+    quantized = quantize_static(dead_filters(), [x]) if how == "static" else prepare_qat(dead_filters(), [x])
+    with torch.no_grad():
+        dict(quantized.named_parameters())["body.0.bias"][:2] = 0.4
+    if how == "converted":
+        quantized.convert_()
+    quantized.eval()
+    quantized.observe_(False)
+    path = ck.export_onnx(quantized, tmp_path / "q.onnx", (x,))
+    (stored,) = (torch.from_numpy(session(path).run(None, {"input": x.numpy()})[0]),)
+    torch.testing.assert_close(stored, quantized(x).detach(), atol=0.02, rtol=0)
+    again = ck.load(dead_filters(), saved(quantized, tmp_path / "saved"))
+    torch.testing.assert_close(again(x), quantized(x), atol=0.02, rtol=0)
+
+
+def saved(model: nn.Module, folder):
+    ck.save(model, folder)
+    return folder
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_saving_a_whole_model_is_refused_where_it_is_written(inside) -> None:
+    quantized = quantize_static(dead_filters(), [torch.randn(16, 8)])
+    with pytest.raises(ModelError, match=r"Sequential: torch.save of a whole model.*; take ck.save\(model, folder\)"):
+        torch.save(nn.Sequential(quantized) if inside else quantized, io.BytesIO())
+
+
+def test_copies_are_models_of_their_own() -> None:
+    quantized, x = quantize_static(dead_filters(), [torch.randn(16, 8)]), torch.randn(4, 8)
+    deep, shallow = copy.deepcopy(quantized), copy.copy(quantized)
+    assert deep.body is not quantized.body
+    assert shallow.body is quantized.body
+    assert type(deep) is type(shallow) is type(quantized)
+    assert torch.equal(deep(x), quantized(x))
+    assert torch.equal(shallow(x), quantized(x))
+
+
+@pytest.mark.parametrize("make", [quantize_static, quantize_dynamic, quantize_weights])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_other_weights_than_fp32_are_not_exported(make, dtype, tmp_path) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4)).eval()
+    x = torch.randn(16, 32)
+    quantized = make(model, [x])
+    scales = [v.clone() for q in quantized.quantizers() for v in q.buffers()]
+    other = quantized.to(dtype)
+    kept = [v for q in other.quantizers() for v in q.buffers()]
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(scales, kept, strict=True))
+    with pytest.raises(ModelError, match=f"wanted fp32 weights to export, but 0.weight is {dtype}; export model.float"):
+        ck.export_onnx(other, tmp_path / "q.onnx", (x.to(dtype),))
+
+
+def test_a_bf16_model_is_written_in_fp32(tmp_path) -> None:
+    x = torch.randn(16, 8).bfloat16()
+    quantized = quantize_static(dead_filters(), [x.float()]).bfloat16()
+    path = ck.export_onnx(quantized, tmp_path / "q.onnx", (x,))
+    got = torch.from_numpy(session(path).run(None, {"input": x.float().numpy()})[0])
+    torch.testing.assert_close(got, quantized(x).float().detach(), atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize("effort", ["fast", "balanced"])
+def test_later_batches_without_rows_are_left_out(effort) -> None:
+    x = torch.randn(32, 8)
+    quantized, wanted = (quantize_static(dead_filters(), batches, effort=effort, choose="rules") for batches in ([x, x[:0]], [x]))
+    assert torch.equal(quantized(x), wanted(x))

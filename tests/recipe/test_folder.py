@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import itertools
 import shutil
 
 import networks
 import pytest
 import short_run
+from networks import images_task
 
 import compresskit as ck
 from compresskit.base.errors import (
     CheckpointError,
 )
+from compresskit.recipe import folder, locks
 
 
 def test_foreign_and_unwritable_folders_are_refused(finished_run, tmp_path) -> None:
@@ -44,3 +48,30 @@ def test_damaged_files_of_a_finished_stage_are_refused(finished_run, tmp_path, n
      "gone": file.unlink}[damage]()  # fmt: skip
     with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
         short_run.run(tmp_path / "run", task)
+
+
+def test_a_file_system_without_locks_is_not_another_process(monkeypatch, tmp_path) -> None:
+    def refuse(*args):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    said = r"the file system there has no locks that keep two processes apart \(No locks available\); choose another out="
+    with pytest.raises(CheckpointError, match=said), folder.locked(tmp_path / "run"):
+        pass
+    with pytest.raises(CheckpointError, match=said), locks.exclusive(tmp_path / "lock"):  # went on without a lock
+        pass
+    with pytest.raises(CheckpointError, match=said):
+        locks.is_locked(tmp_path / "lock")
+
+
+def test_a_run_stays_in_its_folder_where_the_working_directory_changes(monkeypatch, tmp_path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    recipe = ck.Recipe(ck.Train(epochs=1, on_epoch=lambda report: monkeypatch.chdir(tmp_path / "elsewhere")))
+    result = recipe.run(networks.Chain(), images_task(ck), "run")
+    assert not list((tmp_path / "elsewhere").iterdir())
+    assert result.onnx.exists()
+    assert result.out == tmp_path / "run"
+    assert (tmp_path / "run" / "recipe.json").exists()
+    monkeypatch.chdir(tmp_path)
+    assert "reuse" in str(recipe.plan(networks.Chain(), images_task(ck), "run"))

@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import compresskit as ck
 from compresskit.base.errors import DataError, ModelError, SettingError
+from compresskit.graph.surgery import copy_model
+from compresskit.recipe import preflight
 from compresskit.recipe.preflight import preflight_check
 
 
@@ -139,6 +141,30 @@ def test_frozen_statistics_take_a_last_batch_of_one_row() -> None:
     model, data = normed().train(), rows(33, 16)["a loader"]
     model[1].eval()
     preflight_check(model, ck.Task(train=data, val=data), [ck.Train(epochs=1)])
+
+
+class Grown(nn.Linear):
+    """Writes a buffer and an attribute in every run."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 4)
+        self.register_buffer("runs", torch.zeros(()))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs, self.calls = self.runs + 1, self.calls + 1
+        return super().forward(x)
+
+
+def test_the_model_is_copied_once_for_all_loaders_and_stages(monkeypatch) -> None:
+    probes = []
+    monkeypatch.setattr(preflight, "copy_model", lambda model: probes.append(copy_model(model)) or probes[-1])
+    model, data = Grown(), [(torch.randn(8, 8), torch.arange(8) % 4)]
+    task = ck.Task(train=data, val=data, calibration=data)
+    preflight_check(model, task, [ck.Train(epochs=1)], {0: task})
+    assert len(probes) == 1
+    assert probes[0].training
+    assert (probes[0].runs.item(), probes[0].calls) == (0, 0)
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.LBFGS, partial(torch.optim.LBFGS, lr=0.1)], ids=["class", "partial"])

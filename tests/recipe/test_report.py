@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
+import pytest
 from torch import nn
 
 import compresskit as ck
+from compresskit.base.errors import CheckpointError
 from compresskit.recipe.recipe import Result
-from compresskit.recipe.report import StageReport, remarks
+from compresskit.recipe.report import StageReport, read_stage_report, remarks
 
 
 def test_a_run_writes_its_folder_and_prints_a_table(finished_run) -> None:
@@ -49,6 +52,13 @@ def test_a_run_writes_its_folder_and_prints_a_table(finished_run) -> None:
     assert (out / "model.onnx").read_bytes() == (out / "3-qat" / "model.onnx").read_bytes()
     assert rows[2]["macs"] == ck.count_macs(result.model, task.example()) <= 0.7 * rows[0]["macs"]
     assert rows[2]["bytes"] < rows[0]["bytes"]
+
+
+def test_a_row_of_before_there_were_no_notes_is_read() -> None:
+    row = StageReport(stage="1-train", metric=1.0, parameters=1, nonzero=1, macs=1, seconds=0.0)
+    assert read_stage_report(asdict(row) | {"note": ""}, Path("row.json")) == row
+    with pytest.raises(CheckpointError, match=r"row.json: not a row of a report \(.*'other'"):
+        read_stage_report(asdict(row) | {"other": ""}, Path("row.json"))
 
 
 def test_a_last_file_that_is_not_the_smallest_is_remarked_upon() -> None:

@@ -222,3 +222,16 @@ def test_a_file_of_an_earlier_version_with_a_quantized_part_is_loaded(tmp_path) 
     ck.base.files.write_json(tmp_path / "structure.json", {k: v for k, v in record.items() if k not in ("structure", "sha256")})
     with torch.no_grad():
         assert torch.equal(ck.load(TwoParts(), tmp_path).eval()(x), model(x))
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), ImportError("No module named 'onnxscript'")],
+)
+def test_what_is_no_fault_of_the_files_is_not_called_one(finished_run, failure, monkeypatch) -> None:
+    def fail(*args):
+        raise failure
+
+    monkeypatch.setattr("compresskit.recipe.store.rebuild", fail)
+    with pytest.raises(type(failure), match=str(failure)[:12]):
+        ck.load(networks.Residual(), finished_run[0] / "3-qat")

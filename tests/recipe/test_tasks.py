@@ -61,3 +61,22 @@ def test_the_tasks_must_fit_the_stages(tmp_path) -> None:
     with pytest.raises(SettingError, match=r"this stage needs Task\(train=...\)"):
         recipe.run(build(networks.Chain), main, tmp_path / "run", tasks=(None, ck.Task(val=main.val)))
     assert not (tmp_path / "run").exists()
+
+
+def test_the_plan_says_that_the_task_of_a_stage_has_changed(tmp_path) -> None:
+    recipe, main, own = recipe_and_tasks()
+    model, out = build(networks.Chain), tmp_path / "run"
+    recipe.run(model, main, out, tasks=(None, own))
+
+    def second(tasks):
+        first, planned = recipe.plan(model, main, out, tasks=tasks).stages
+        assert first.action == "reuse"
+        return planned.why
+
+    other = ck.Task(train=[(x + 1, y) for x, y in own.train], loss=own.loss)
+    assert second((None, other)) == "the task of stage 2 has changed: train"
+    assert second(()) == "stage 2 had a task of its own, and has none now"
+    (planned, _) = recipe.plan(model, main, out, tasks=(own, own)).stages
+    assert planned.why == "stage 1 has a task of its own now, and had none"
+    with pytest.raises(SettingError, match=r"Recipe.plan\(tasks=...\): wanted a Task or None"):
+        recipe.plan(model, main, out, tasks=(own,))

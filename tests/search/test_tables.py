@@ -89,7 +89,7 @@ def test_what_is_cut_is_trained_before_its_weights_are_rounded() -> None:
     assert (rounded.samples, rounded.dynamic) == (7, (0, 1))
     assert SourceWriter().source(rounded, "here") == (
         "ck.quant.WeightQuant(rounding=ck.quant.weight_only.gptq, embeddings=ck.quant.BlockScheme(),"
-        " storage=ck.quant.weight_only.MATMUL_NBITS, samples=7, dynamic=(0, 1))"
+        " storage=ck.quant.weight_only.MATMUL_NBITS, dynamic=(0, 1), samples=7)"
     )
     (alone,) = Candidate(bits="weights4").stages(order=Removable(), samples=7, train=train)
     assert isinstance(alone, ck.quant.WeightQuant)

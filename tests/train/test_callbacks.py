@@ -11,6 +11,7 @@ from torch import nn
 import compresskit as ck
 from compresskit.base.errors import SettingError, TrainingError
 from compresskit.base.fingerprint import describe
+from compresskit.train.callbacks import call_back
 from compresskit.train.train import fit_
 
 BATCHES = [(torch.randn(8, 8), torch.arange(8) % 4) for _ in range(3)]
@@ -58,6 +59,17 @@ def test_an_error_names_the_callback(setting: str, where: str) -> None:
     )
     with pytest.raises(TrainingError, match="the callback Writer failed: OSError: no space left on device"):
         fit_(network(), TASK, ck.Train(epochs=1, **{setting: Writer()}))
+
+
+def test_a_callback_that_draws_and_fails_leaves_the_generators_as_they_were() -> None:
+    def broken(report) -> None:
+        torch.randn(3)
+        raise KeyError("rate")
+
+    before = torch.get_rng_state()
+    with pytest.raises(TrainingError, match="KeyError: 'rate'"):
+        call_back([broken], None, "here")
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_run_tells_of_all_its_trainings_and_stages(tmp_path) -> None:
@@ -125,3 +137,9 @@ def fail(text, report) -> None:
 def test_callbacks_of_a_recipe_are_functions(name: str) -> None:
     with pytest.raises(SettingError, match=rf"Recipe\({name}=...\): wanted a function, or a list of functions, got str"):
         ck.Recipe(ck.Train(epochs=1), **{name: "log"})
+
+
+def test_what_callbacks_are_told_of_learning_rates_is_their_own() -> None:
+    told = []
+    fit_(network(), TASK, ck.Train(epochs=2, on_step=lambda r: r.learning_rates.append(7.0), on_epoch=told.append))
+    assert [len(report.learning_rates) for report in told] == [1, 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -16,7 +17,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import compresskit as ck
-from compresskit.base.errors import DataError, TrainingError
+from compresskit.base.errors import CheckpointError, DataError, TrainingError
+from compresskit.base.progress import Progress
 
 
 def task(**settings):
@@ -178,3 +180,41 @@ def test_a_death_that_the_pipe_tells_first_is_raised_where_it_is_waited_for(monk
     with pytest.raises(DataError, match="epoch 1, batch 4: the training loader gives no batch: ConnectionResetError"):
         lose_a_sample(reset, 0)
     assert len(waited) == 1
+
+
+@pytest.mark.parametrize(
+    ("failure", "error", "said"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+            TrainingError,
+            "no memory to load the checkpoint",
+        ),
+        (MemoryError(), TrainingError, "no memory to load the checkpoint, which is whole .*; end what else takes memory"),
+        (RuntimeError("CUDA error: unspecified launch failure"), TrainingError, "failed while the checkpoint was loaded"),
+        (RuntimeError("Error(s) in loading state_dict"), CheckpointError, "of another training .*; delete the folder"),
+    ],
+)
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_machine_that_fails_while_a_checkpoint_is_loaded_is_no_reason_to_delete_it(
+    finished, failure, error, said, monkeypatch, tmp_path
+) -> None:
+    def train(**callbacks):
+        progress = Progress(folder=tmp_path, key="k", every=ck.Every(seconds=None, steps=1))
+        ck.fit_(build(networks.Chain), task(progress=progress), ck.Train(epochs=2, **callbacks), label="t")
+
+    def stop(report):
+        if report.step == 3:
+            raise KeyboardInterrupt
+
+    with contextlib.nullcontext() if finished else pytest.raises(KeyboardInterrupt):
+        train(on_step=None if finished else stop)
+    held = sorted(path.name for path in tmp_path.iterdir())
+
+    def fail(*args):
+        raise failure
+
+    monkeypatch.setattr("compresskit.train.loop.restore_module_states_", fail)
+    with pytest.raises(error, match=said):
+        train()
+    assert sorted(path.name for path in tmp_path.iterdir()) == held

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import compresskit as ck
-from compresskit.base.errors import DataError, TrainingError
+from compresskit.base.errors import DataError, SettingError, TrainingError
 
 BATCHES = [(torch.randn(16, 8), torch.arange(16) % 4)] * 2
 COLUMN = [(torch.randn(16, 8), torch.arange(16.0))] * 2
@@ -56,6 +56,27 @@ def test_an_objective_that_gives_no_scalars_is_refused(losses, got) -> None:
 def test_predictions_in_a_column_beside_targets_in_a_row_are_refused(loss) -> None:
     with pytest.raises(DataError, match=r"predictions \(16, 1\) and targets \(16,\) are broadcast to \(16, 16\)"):
         fit(loss, COLUMN, outputs=1)
+
+
+class Row(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).squeeze(1)
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("loss", [F.mse_loss, F.l1_loss, F.huber_loss, lambda p, y: (y - p).square().mean()])
+def test_predictions_in_a_row_beside_targets_in_a_column_are_refused(loss) -> None:
+    task = ck.Task(train=[(x, y[:, None]) for x, y in COLUMN], loss=loss)
+    with pytest.raises(
+        DataError, match=r"predictions \(16,\) and targets \(16, 1\) are broadcast to \(16, 16\).* give targets \(16,\)"
+    ):
+        ck.fit_(Row(8, 1), task, ck.Train(epochs=1))
+
+
+def test_a_column_of_columns_that_the_loss_squeezes_trains() -> None:
+    """(N, T, 1) beside (N, T), which cannot be broadcast to one another."""
+    task = ck.Task(train=[(torch.randn(6, 5, 8), torch.randn(6, 5))], loss=lambda p, y: F.mse_loss(p.squeeze(-1), y))
+    ck.fit_(nn.Linear(8, 1), task, ck.Train(epochs=1))
 
 
 def pairs(predictions, target):
@@ -131,3 +152,49 @@ def test_several_predictions_in_eval_mode_are_refused(tmp_path) -> None:
         ck.evaluate(Two(), task)
     with pytest.raises(DataError, match=r"wanted a tensor of predictions in eval mode, got tuple"):
         ck.Recipe(ck.Train(epochs=1)).run(Two(), task, tmp_path / "run")
+
+
+class Center(nn.Module):
+    """A loss with parameters of its own, as center losses, ArcFace and learned weights of losses have them."""
+
+    def __init__(self):
+        super().__init__()
+        self.centers = nn.Parameter(torch.eye(4))
+
+    def forward(self, predictions, target):
+        return F.cross_entropy(predictions @ self.centers, target)
+
+    def of_batch(self, model, batch):
+        return {"loss": self(model(batch[0]), batch[1])}
+
+
+@pytest.mark.parametrize("wrap", [lambda loss: loss, lambda loss: partial(loss), lambda loss: loss.forward])
+def test_a_loss_with_parameters_that_no_training_moves_is_refused(wrap, tmp_path) -> None:
+    loss = Center()
+    message = (
+        r"Task\(loss=...\): Center has parameters that require gradients \(centers, 1 in all\).*; make them part of the model"
+    )
+    with pytest.raises(SettingError, match=message):
+        fit(wrap(loss))
+    task = ck.Task(train=BATCHES, val=BATCHES, loss=wrap(loss))
+    with pytest.raises(SettingError, match=message):
+        ck.Recipe(ck.Train(epochs=1), ck.Prune(budget=ck.keep(macs=0.5))).run(nn.Linear(8, 4), task, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(SettingError, match=r"Train\(objective=...\): Center has parameters"):
+        fit(F.cross_entropy, objective=loss.of_batch)
+    fit(wrap(loss.requires_grad_(False)))
+
+
+def test_a_loss_that_is_not_minimised_may_have_parameters() -> None:
+    teacher = nn.Linear(8, 4).eval()
+    fit(Center(), objective=ck.imitate(teacher, task_weight=0))
+    task = ck.Task(train=BATCHES, val=BATCHES, loss=Center())
+    ck.Distill(epochs=1, teacher=teacher, task_weight=0)(nn.Linear(8, 4), task)
+
+
+def test_a_loss_that_is_part_of_the_model_is_trained() -> None:
+    model = nn.Linear(8, 4)
+    model.center = Center()
+    model.forward = partial(nn.Linear.forward, model)
+    ck.fit_(model, ck.Task(train=BATCHES, loss=model.center), ck.Train(epochs=1))
+    assert not torch.equal(model.center.centers, torch.eye(4))

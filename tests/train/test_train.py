@@ -121,3 +121,42 @@ def test_the_best_weights_come_with_a_buffer_of_their_size() -> None:
     still = partial(torch.optim.SGD, lr=0.0)
     ck.fit_(model, ck.Task(train=[batch] * 2, val=[batch]), ck.Train(epochs=3, keep_best=True, optimizer=still))
     assert model.seen.shape == (3, 8)  # of the first epoch, which no later one was better than
+
+
+def test_gradients_that_a_loop_left_are_no_part_of_the_first_step() -> None:
+    x, y = torch.randn(8, 4), torch.arange(8) % 3
+    model = nn.Linear(4, 3)
+    clean = copy.deepcopy(model)
+    F.cross_entropy(model(x), y).backward()
+    settings = ck.Train(epochs=1, optimizer=partial(torch.optim.SGD, lr=0.1))
+    for each in (model, clean):
+        ck.fit_(each, ck.Task(train=[(x, y)]), settings)
+    assert torch.equal(model.weight, clean.weight)
+
+
+def test_a_training_inside_no_grad_trains_and_one_inside_inference_mode_is_refused() -> None:
+    x, y = torch.randn(8, 4), torch.arange(8) % 3
+    model = nn.Linear(4, 3)
+    outside, inside = copy.deepcopy(model), copy.deepcopy(model)
+    ck.fit_(outside, ck.Task(train=[(x, y)]), ck.Train(epochs=1))
+    with torch.no_grad():
+        ck.fit_(inside, ck.Task(train=[(x, y)]), ck.Train(epochs=1))
+        assert not torch.is_grad_enabled()
+    assert torch.equal(outside.weight, inside.weight)
+    with torch.inference_mode(), pytest.raises(SettingError, match=r"called inside torch.inference_mode\(\).*; call it outside"):
+        ck.fit_(model, ck.Task(train=[(x, y)]), ck.Train(epochs=1))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (torch.optim.LBFGS, "optimizer=LBFGS evaluates the loss itself, .*; give another"),
+        (lambda params: torch.optim.LBFGS(params), "optimizer=LBFGS evaluates the loss itself, .*; give another"),
+        (partial(torch.optim.SGD, rate=0.1), r"Train\(optimizer=...\): it cannot be made .*: TypeError: .*'rate'; param_groups="),
+        (partial(torch.optim.Adam, lr=-1.0), r"Train\(optimizer=...\): it cannot be made .*: ValueError: Invalid learning rate"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_used_is_named_before_the_first_batch(optimizer, message) -> None:
+    batches = [(torch.randn(8, 4), torch.arange(8) % 3)]
+    with pytest.raises(SettingError, match=message):
+        ck.fit_(nn.Linear(4, 3), ck.Task(train=batches), ck.Train(epochs=1, optimizer=optimizer))

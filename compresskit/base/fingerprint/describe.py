@@ -32,11 +32,12 @@ from compresskit.base.fingerprint.functions import (
     function_of_library,
     globals_read,
     of_library,
+    without_modules,
 )
 from compresskit.base.fingerprint.tensors import array_digest
 from compresskit.base.settings import NO_EFFECT
 
-DEEPEST = 60  # values within values
+DEEPEST_VALUE = 60  # values within values
 LONGEST = 64  # entries of a list or mapping that are written out
 MOST_SAMPLED = 1024  # entries of a list of a data set that are read
 _BY_TEXT = (torch.dtype, torch.device, torch.layout, torch.memory_format, complex, slice, range, type(...), PurePath)
@@ -91,8 +92,9 @@ def describe_by_value(
     return Description(record, tuple(dict.fromkeys(describer.unknown)))
 
 
-def _hash(record: Any) -> str:
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
+def short_hash(record: Any, length: int = 16) -> str:
+    """So many hexadecimal digits of the SHA-256 of a JSON-ready record; the order of its keys does not count."""
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:length]
 
 
 def _name(thing: Any) -> str:
@@ -119,7 +121,7 @@ class _Describer:
             return f"{len(self.above) - self.above.index(id(value))} up"
         self.above.append(id(value))
         try:
-            record = self._lost(value) if len(self.above) > DEEPEST else self._record(value)
+            record = self._lost(value) if len(self.above) > DEEPEST_VALUE else self._record(value)
         finally:
             self.above.pop()
         self.known[key] = (value, record)
@@ -184,7 +186,7 @@ class _Describer:
         if isinstance(value, torch.fx.Graph | torch.fx.Node):
             return str(value)
         if isinstance(value, torch.jit.ScriptFunction):
-            return f"{value.name} {_hash(value.code)}"
+            return f"{value.name} {short_hash(value.code)}"
         return self._object(value)
 
     def _array(self, value: Any) -> Any:
@@ -213,7 +215,7 @@ class _Describer:
             record = [self.part(str(i), entry) for i, entry in enumerate(entries[::step])]
             if isinstance(value, set | frozenset):
                 record = sorted(record, key=lambda entry: json.dumps(entry, sort_keys=True))
-        return record if len(value) <= LONGEST else {"entries": len(value), "hash": _hash(record)}
+        return record if len(value) <= LONGEST else {"entries": len(value), "hash": short_hash(record)}
 
     def _most(self, length: int) -> int:
         return min(length, MOST_SAMPLED) or 1 if self.sampled else max(length, 1)
@@ -224,7 +226,7 @@ class _Describer:
         record = {"kind": type(value).__name__, **self.parts({name: getattr(value, name) for name in effective})}
         more = {name: entry for name, entry in (attributes_of(value) or {}).items() if name not in declared}
         if more:
-            record["attributes"] = _hash(self.parts(more))
+            record["attributes"] = short_hash(self.parts(more))
         if not of_library(type(value).__module__):
             record["code"] = self.describe(type(value))
         return record
@@ -235,7 +237,7 @@ class _Describer:
         state = "not compared"
         if self.weights:
             tensors = [*value.named_parameters(), *value.named_buffers()]
-            state = _hash([[name, self.part(name, tensor)] for name, tensor in tensors])
+            state = short_hash([[name, self.part(name, tensor)] for name, tensor in tensors])
         attributes = {} if isinstance(value, torch.jit.ScriptModule) else vars(value)
         attributes = {name: v for name, v in attributes.items() if name not in _OF_MODULES and not name.endswith(_HOOK_ENDS)}
         inside = {
@@ -247,22 +249,23 @@ class _Describer:
             "code": value.code if isinstance(value, torch.fx.GraphModule | torch.jit.ScriptModule) else "",
         }
         count = sum(p.numel() for p in value.parameters())
-        return {"module": _name(type(value)), "parameters": count, "state": state, "settings": _hash(inside)}
+        return {"module": _name(type(value)), "parameters": count, "state": state, "settings": short_hash(inside)}
 
     def _callable(self, value: Any) -> Any:
         if isinstance(value, type):
             members = {} if of_library(value.__module__) else class_members(value)
-            return f"{_name(value)} {_hash(self.parts(members))}" if members else _name(value)
+            return f"{_name(value)} {short_hash(self.parts(members))}" if members else _name(value)
         if isinstance(value, MethodType):
-            return f"{_name(value)} {_hash([self.describe(value.__func__), self.part('self', value.__self__)])}"
+            return f"{_name(value)} {short_hash([self.describe(value.__func__), self.part('self', value.__self__)])}"
         if not isinstance(value, FunctionType):  # of C
             owner = value.__self__
             bound = owner is not None and not isinstance(owner, ModuleType | type)
             name = f"{value.__module__}.{value.__qualname__}"
-            return f"{name} {_hash(self.part('self', owner))}" if bound else name
+            return f"{name} {short_hash(self.part('self', owner))}" if bound else name
         if "_torchdynamo_orig_callable" in vars(value):  # torch.compile
             return self.describe(vars(value)["_torchdynamo_orig_callable"])
-        library, enclosed = function_of_library(value), self.parts(enclosed_values(value))
+        library = function_of_library(value)
+        enclosed = self.parts(without_modules(enclosed_values(value), value.__code__))
         attributes = {name: self.part(name, entry) for name, entry in vars(value).items()}
         if library and not enclosed and "__wrapped__" not in attributes:
             return _name(value)
@@ -270,7 +273,7 @@ class _Describer:
         if not library:
             defaults = [self.part("defaults", value.__defaults__), self.part("defaults", value.__kwdefaults__)]
             record += [defaults, self.parts(globals_read(value))]
-        return f"{_name(value)} {_hash(record)}"
+        return f"{_name(value)} {short_hash(record)}"
 
     def _object(self, value: Any) -> Any:
         attributes = attributes_of(value)
@@ -287,8 +290,8 @@ class _Describer:
                 return f"{_name(type(value))} {made}"
             if any(entry is value for entry in made[1]):
                 return self._lost(value)
-            return f"{_name(type(value))} {_hash([self.part(str(i), _listed(p)) for i, p in enumerate(made)])}"
-        return f"{_name(type(value))} {_hash([self.describe(type(value)), self.parts(attributes)])}"
+            return f"{_name(type(value))} {short_hash([self.part(str(i), _listed(p)) for i, p in enumerate(made)])}"
+        return f"{_name(type(value))} {short_hash([self.describe(type(value)), self.parts(attributes)])}"
 
     def loader(self, loader: Iterable[Any]) -> Any:
         """A loader by its settings and a sample of what it gives."""
@@ -304,7 +307,7 @@ class _Describer:
             except Exception as error:
                 self.unknown.append(f"{'.'.join(self.path)} (its first samples: {type(error).__name__})")
                 sample = None
-        return f"{_name(type(loader))} {_hash([settings, sample])}"
+        return f"{_name(type(loader))} {short_hash([settings, sample])}"
 
     @contextmanager
     def _sampling(self) -> Iterator[None]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dis
 import functools
+import importlib
+import importlib.util
 import sys
 from collections.abc import Iterator
 from types import CodeType, FunctionType, ModuleType
@@ -58,26 +60,77 @@ def enclosed_values(function: FunctionType) -> dict[str, Any]:
 
 
 def globals_read(function: FunctionType) -> dict[str, Any]:
-    """The global values that a function's code reads, by name; of a user's own module the attributes that the code names."""
+    """The global values that a function's code reads, by name; of a user's own modules the attributes that the code names.
+
+    Modules that the function imports when it runs are imported here: what they hold counts before the first call, too.
+    """
+    package = str(function.__globals__.get("__package__") or "")
     values: dict[str, Any] = {}
-    names = set(_all_names(function.__code__))
-    for kind, name in set(_loads(function.__code__)):
-        scope = sys.modules if kind == "IMPORT_NAME" else function.__globals__
-        if name not in scope:
-            continue
-        value = scope[name]
-        if isinstance(value, ModuleType) and not of_library(value.__name__):
-            attributes = vars(value)
-            values |= {f"{name}.{entry}": attributes[entry] for entry in names & attributes.keys()}
-        else:
-            values[name] = value
+    for kind, name, level, entries in sorted(set(_loads(function.__code__))):
+        if kind == "IMPORT_NAME":
+            values |= without_modules(_imported(name, level, entries, package), function.__code__)
+        elif name in function.__globals__:
+            values |= without_modules({name: function.__globals__[name]}, function.__code__)
     return dict(sorted(values.items()))
 
 
-def _loads(code: CodeType) -> Iterator[tuple[str, str]]:
+def without_modules(values: dict[str, Any], code: CodeType) -> dict[str, Any]:
+    """Values by name, with those attributes in the place of a user's modules that some code names: `pkg.losses.focal`."""
+    names = sorted(set(_all_names(code)))
+    found: dict[str, Any] = {}
+    seen: set[str] = set()
+    waiting = list(values.items())
+    while waiting:
+        name, value = waiting.pop()
+        if not isinstance(value, ModuleType) or of_library(value.__name__):
+            found[name] = value
+        elif value.__name__ not in seen:  # a package and its modules have one another as attributes
+            seen.add(value.__name__)
+            attributes = vars(value)
+            waiting += [(f"{name}.{entry}", attributes[entry]) for entry in names if entry in attributes]
+    return found
+
+
+def _imported(name: str, level: int, entries: tuple[str, ...], package: str) -> dict[str, ModuleType]:
+    """The modules that an import statement gives, by full name; none that are a library's or cannot be imported.
+
+    level: the dots before the name. entries: what a `from ... import` takes, which may be modules of a package.
+    """
+    try:
+        full = importlib.util.resolve_name("." * level + name, package) if level else name
+    except ImportError:
+        return {}
+    found = {each: _module_of_user(each) for each in (full, full if entries else full.partition(".")[0])}
+    module = found[full]
+    for entry in entries if module is not None and "__path__" in vars(module) else ():
+        if entry not in vars(module):
+            found[f"{full}.{entry}"] = _module_of_user(f"{full}.{entry}")
+    return {each: module for each, module in found.items() if module is not None}
+
+
+def _module_of_user(name: str) -> ModuleType | None:
+    """A module by its full name, imported where it is not yet; None for a library's and for what cannot be imported."""
+    root = name.partition(".")[0]
+    try:
+        if of_library(name) or (spec := importlib.util.find_spec(root)) is None or of_library(root, str(spec.origin)):
+            return None
+        return importlib.import_module(name)
+    except (Exception, SystemExit):  # as the function's own import would raise, where it runs
+        return None
+
+
+def _loads(code: CodeType) -> Iterator[tuple[str, str, int, tuple[str, ...]]]:
+    """What code loads of global names and by imports: the kind, the name and, of an import, its level and its entries."""
+    before: list[Any] = [None, None]
     for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_NAME"):
-            yield instruction.opname, instruction.argval
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            yield "LOAD_GLOBAL", instruction.argval, 0, ()
+        elif instruction.opname == "IMPORT_NAME":  # the level and the entries are the two constants before
+            level, entries = before
+            level, entries = level if isinstance(level, int) else 0, entries if isinstance(entries, tuple) else ()
+            yield instruction.opname, instruction.argval, level, entries
+        if instruction.opname != "EXTENDED_ARG":
+            before = [before[1], instruction.argval]
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _loads(constant)

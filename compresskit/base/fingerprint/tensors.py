@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 LARGE = 2**26  # bytes; of larger tensors of a data set only a sample of the rows is read
-ROWS = 1024
+DIGESTED_ROWS = 1024
 
 
 def fingerprint(value: Any) -> str:
@@ -30,11 +30,11 @@ def array_digest(value: Tensor | np.ndarray[Any, Any], *, sampled: bool = False)
 
     Args:
         value: a strided, sparse or meta tensor, or an array of numbers or text. A meta tensor has only its shape and dtype.
-        sampled: read no more than `ROWS` rows of a value of more than `LARGE` bytes.
+        sampled: read no more than `DIGESTED_ROWS` rows of a value of more than `LARGE` bytes.
     """
     digest = hashlib.sha256(str((tuple(value.shape), str(value.dtype))).encode())
-    if sampled and value.nbytes > LARGE and value.shape[0] > ROWS:
-        value = value[:: value.shape[0] // ROWS]
+    if sampled and value.nbytes > LARGE and value.shape[0] > DIGESTED_ROWS:
+        value = value[:: -(-value.shape[0] // DIGESTED_ROWS)]
     if isinstance(value, np.ndarray):
         digest.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
     elif value.layout is not torch.strided:

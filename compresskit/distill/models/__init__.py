@@ -1,1 +1,1 @@
-"""Models that take part in a distillation: teachers, taps, students that start from a teacher."""
+"""Models that take part in a distillation: teachers, students that start from a teacher."""

@@ -97,10 +97,22 @@ class Teacher(nn.Module):
         if average not in (None, *get_args(Average)):
             raise SettingError(f"Teacher(average=...): wanted 'probabilities', 'outputs' or None, got {average!r}")
         _check_models(models)
+        self._hold_([frozen_copy(m) for m in models], dtype=dtype, compiled=compiled, inputs=inputs, average=average)
+
+    def _hold_(
+        self,
+        members: Sequence[nn.Module],
+        *,
+        dtype: torch.dtype | None = None,
+        compiled: bool = False,
+        inputs: Callable[[Inputs], Inputs] | None = None,
+        average: Average | None = None,
+    ) -> None:
+        """Make it the teacher of these models, which are frozen and its own."""
         self.dtype, self.inputs, self.average = dtype, inputs, average
         self.views: tuple[View, ...] = ()
-        self.label = " + ".join(type(m).__name__ for m in models)
-        self.members = nn.ModuleList(frozen_copy(m) for m in models)
+        self.label = " + ".join(type(m).__name__ for m in members)
+        self.members = nn.ModuleList(members)
         super().train(False)
         if dtype is not None:
             for module in self.members.modules():
@@ -258,7 +270,8 @@ class EMATeacher(Teacher):
     """
 
     def __init__(self, student: nn.Module, decay: float) -> None:
-        super().__init__(frozen_copy(student))
+        nn.Module.__init__(self)
+        self._hold_([frozen_copy(student)])  # a Teacher would copy the copy
         self.decay, self.batches, self.student = decay, 0, [student]  # in a list: the student is no submodule of its teacher
 
     def outputs(self, model: Callable[..., Any], batch: Any, inputs: Inputs, task: Task, taps: Sequence[str]) -> TeacherOutputs:

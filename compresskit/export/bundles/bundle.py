@@ -28,7 +28,7 @@ from compresskit.base.files import atomic
 from compresskit.base.task import Inputs
 from compresskit.export.bundles.preprocess import PIXELS, Preprocess
 from compresskit.export.check.benchmark import open_session
-from compresskit.export.files import copy_model, external_files, read_metadata
+from compresskit.export.files import copy_onnx, external_files, read_metadata
 from compresskit.measure import numpy_inputs, run_session
 
 #: Where a page loads onnxruntime-web from, unless `web_runtime` names another place. The release that the tests run.
@@ -152,7 +152,7 @@ def _copy(path: Path, folder: Path, *, changed: bool, without: Sequence[str]) ->
     except OSError as error:
         raise ExportError(f"{folder}: cannot be made ({error.strerror}); choose another folder") from error
     if not same:
-        copy_model(path, folder / path.name, without=without)
+        copy_onnx(path, folder / path.name, without=without)
 
 
 def _with_graph(run: _Example, preprocess: Preprocess, path: Path) -> _Example:

@@ -14,19 +14,18 @@ import numpy as np
 import torch
 
 from compresskit.base.errors import DataError, ExportError
+from compresskit.graph.differences import filled_in
 
 #: Limits for a file to pass. FLOAT_STEPS: largest error of a float file, in steps. QUANTIZED_AGREEMENT and QUANTIZED_WITHIN:
 #: fraction of samples whose largest class agrees, and of values within two steps. Or QUANTIZED_NOISE: error as a fraction of the
 #: quantization error. Or QUANTIZED_EXCESS: distance from the unrounded model as a fraction of the simulation's distance.
 FLOAT_STEPS, QUANTIZED_AGREEMENT, QUANTIZED_WITHIN, QUANTIZED_NOISE, QUANTIZED_EXCESS = 0.1, 0.98, 0.97, 0.7, 1.1
 WEIGHT_ONLY_WITHIN = 0.9  # fraction within two steps where only weights are rounded: the quantization error is not known
+WEIGHT_ONLY_NOISE = 0.05  # or the error as a fraction of what the outputs vary by
 QUANTIZED_STEPS = 16  # largest error: a single wrong output among many is an error, not a rounding
 FINER = 16  # steps of a part are at most so many times smaller than those of the whole, whose larger values round its own
 FEWEST = 32  # values of a part whose distances mean something
 TIMES_AS_FAR = 4  # as the simulation, from the unrounded model
-#: Of numbers that are filled in: their least size, how many times larger than all others they are, how few there are of them,
-#: and how often others are looked for behind them.
-LEAST_FILL, TIMES_LARGER, FEW_FILLS, FILLS = 1000, 100, 8, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,25 +126,11 @@ def compare(reference: list[np.ndarray], outputs: list[np.ndarray], *, heads: in
 
 
 def fills_as_infinity(*outputs: np.ndarray) -> tuple[np.ndarray, ...]:
-    """The outputs, of one shape, with infinity for numbers that code fills in, as `masked_fill(~valid, -1e9)` does.
-
-    Those are a few numbers, the same in all outputs, and far larger than all others of the first.
-    """
-    first = outputs[0]
-    if first.dtype.kind != "f" or not first.size or len({v.shape for v in outputs}) > 1:
+    """The outputs, of one shape, with infinity for what code fills in (`graph.differences.filled_in`)."""
+    if outputs[0].dtype.kind != "f":
         return outputs
-    filled, size = np.zeros(first.shape, bool), np.where(np.isfinite(first), np.abs(first), 0)
-    for _ in range(FILLS):
-        largest = size.max()
-        far = size > largest / 10
-        few = largest >= LEAST_FILL and len(np.unique(first[far])) <= FEW_FILLS
-        if not few or size[~far].max(initial=np.inf if (far | filled).all() else 0) > largest / TIMES_LARGER:
-            break
-        if any((v[far] != first[far]).any() for v in outputs[1:]):
-            break
-        filled |= far
-        size[far] = 0
-    return tuple(np.where(filled, np.copysign(np.inf, v), v) for v in outputs) if filled.any() else outputs
+    filled = filled_in(*map(torch.from_numpy, outputs))
+    return outputs if filled is None else tuple(np.where(filled.numpy(), np.copysign(np.inf, v), v) for v in outputs)
 
 
 def _as_numbers(output: np.ndarray) -> np.ndarray:

@@ -47,24 +47,24 @@ def remark_on_other_sizes(path: str | Path, model: nn.Module, inputs: Inputs, se
     if not held:
         return ""
     few = _resized(inputs, names, {batch: min(held.get(batch, ROWS), ROWS)})
-    few = rows_that_run(partial(_outputs, model), few, inputs)
+    few = rows_that_run(partial(_arrays_given, model), few, inputs)
     try:
-        usual = [_distances(path, run, few, _outputs(model, few)) for run in sessions]
+        usual = [_output_distances(path, run, few, _arrays_given(model, few)) for run in sessions]
     except ExportError as error:
-        return _does_not_run(few, error)
+        return _refused_by_file(few, error)
     for sizes in _other_sizes(held, batch):
         resized = _resized(few, names, sizes)
         try:
-            wanted = _outputs(model, resized)
+            wanted = _arrays_given(model, resized)
         except Exception:  # sizes that the model does not take
             continue
         try:
-            found = [_distances(path, run, resized, wanted, scales=usual[i][1])[0] for i, run in enumerate(sessions)]
+            found = [_output_distances(path, run, resized, wanted, scales=usual[i][1])[0] for i, run in enumerate(sessions)]
         except ExportError as error:
-            return _does_not_run(resized, error)
+            return _refused_by_file(resized, error)
         pairs = zip(itertools.chain(*found), itertools.chain(*(before for before, _ in usual)), strict=True)
         if any(distance > FARTHER * before + (ROUNDED if rounded else EXACT) for distance, before in pairs):
-            return f"at inputs of shape {_shapes(resized)} the file gives something else than its model"
+            return f"at inputs of shape {_shapes_in_words(resized)} the file gives something else than its model"
     return ""
 
 
@@ -105,12 +105,12 @@ def _resized(inputs: Inputs, names: Mapping[str, Sequence[Any]], sizes: Mapping[
     return pytree.tree_map_only(Tensor, resized, inputs)  # type: ignore[no-any-return]
 
 
-def _outputs(model: nn.Module, inputs: Inputs) -> list[np.ndarray]:
+def _arrays_given(model: nn.Module, inputs: Inputs) -> list[np.ndarray]:
     found = pytree.tree_leaves(call(model, copied_tensors(inputs)))
     return [np.atleast_1d(value.detach().double().cpu().numpy()) for value in found if isinstance(value, Tensor)]
 
 
-def _distances(
+def _output_distances(
     path: str | Path, run: Any, inputs: Inputs, wanted: Sequence[np.ndarray], *, scales: Sequence[float] = ()
 ) -> tuple[list[float], list[float]]:
     """How far each output of a file is from the model's, and what the latter varies by, both as root mean squares.
@@ -121,25 +121,25 @@ def _distances(
     outputs = run_session(run, numpy_inputs(run, inputs, path), path, quiet=True)
     for i, (expected, got) in enumerate(zip(wanted, outputs, strict=False)):
         expected, got = fills_as_infinity(expected, np.atleast_1d(got).astype(np.float64))
-        spread = _root_mean_square(expected - expected[np.isfinite(expected)].mean() if np.isfinite(expected).any() else expected)
-        varied.append(spread or _root_mean_square(expected) or 1.0)
+        spread = _finite_rms(expected - expected[np.isfinite(expected)].mean() if np.isfinite(expected).any() else expected)
+        varied.append(spread or _finite_rms(expected) or 1.0)
         scale = max(spread, scales[i] / 10) if scales else varied[-1]
         alike = got.shape == expected.shape and np.array_equal(np.isfinite(got), np.isfinite(expected))
         with np.errstate(invalid="ignore"):  # inf - inf
-            distances.append(_root_mean_square(got - expected) / scale if alike else np.inf)
+            distances.append(_finite_rms(got - expected) / scale if alike else np.inf)
     return distances, varied
 
 
-def _root_mean_square(values: np.ndarray) -> float:
+def _finite_rms(values: np.ndarray) -> float:
     """Of the values that are finite; 0 where there are none."""
     finite = values[np.isfinite(values)]
     return float(np.sqrt(np.square(finite).mean())) if finite.size else 0.0
 
 
-def _shapes(inputs: Inputs) -> str:
+def _shapes_in_words(inputs: Inputs) -> str:
     return " and ".join(map(str, shapes_of(inputs)))
 
 
-def _does_not_run(inputs: Inputs, error: ExportError) -> str:
+def _refused_by_file(inputs: Inputs, error: ExportError) -> str:
     reason = str(error).split("ONNX Runtime cannot run it: ")[-1]
-    return f"at inputs of shape {_shapes(inputs)} the file does not run where its model does: {reason}"
+    return f"at inputs of shape {_shapes_in_words(inputs)} the file does not run where its model does: {reason}"

@@ -140,41 +140,27 @@ def verify_onnx(
     others = MachineCheck(path, machines_named(machines))
     total, batches = len(batches) if isinstance(batches, Sized) else None, each_inputs(batches, "verify_onnx")
     threads = torch.get_num_threads()
-    as_written = 1 if _depends_on_threads(proto) else threads
-    sessions = [session(path, optimize=False, threads=as_written), session(path, threads=threads)]
+    first_threads = 1 if _depends_on_threads(proto) else threads
+    sessions = [session(path, optimize=False, threads=first_threads), session(path, threads=threads)]
     model, batches = _batches_inside(model, batches, inside) if inside else (model, batches)
     parts = quantized_parts(model).values()
     other = next((OtherRuntime(path, part.runtime) for part in parts if part.runtime != "onnxruntime"), None)
-    signs = takes_signs(model)
-    found = Comparison(
-        quantized=bool(parts) or signs,
-        weight_only=not signs and all(part.exact for part in parts),  # quantizers switched off leave rounded weights
-        most_of_floats=steps_allowed(least_precise_dtype(model)),
-        most_of_integers=sys.float_info.max if signs else QUANTIZED_STEPS,
-    )
-    samples, first = 0, None
+    found = _comparison(model)
     with torch.no_grad(), mode(model, training=False), state_kept(model):
+        samples, first = 0, None
         for inputs in progress_bar(batches, total=total, desc=label, unit="batch"):
-            drawn = _rng_states()
-            wanted = _arrays(call_checked(model, inputs, "verification data"))
-            found.random = found.random or any(not torch.equal(*pair) for pair in zip(drawn, _rng_states(), strict=False))
-            first = inputs if first is None else first
-            unrounded = _unrounded(model, inputs) if parts and found.wants_unrounded else None
-            got = {name: _run(run, inputs, path) for name, run in zip(("as written", "optimized"), sessions, strict=True)}
+            got = _add_batch(found, path, model, inputs, sessions, other)
             if executed:
-                executed(got["optimized"])
-            if other and other.compiled:
-                got[f"in {other.record.name}"] = other.run(sessions[0], inputs)
+                executed(got)
             others.add(inputs)
-            found.add(wanted, got, unrounded=unrounded, samples=batch_size(inputs))
-            samples += batch_size(inputs)
+            samples, first = samples + batch_size(inputs), inputs if first is None else first
         if first is None:
             raise DataError("verify_onnx: no batch was given")
         zeros = _lost_on_zeros(path, model, first, sessions)
         sized = "" if found.random else remark_on_other_sizes(path, model, first, sessions, rounded=found.quantized)
-    levels = found.levels()
-    reason = f"{found.reason}{RANDOM if found.random else _place(path, model, first)}" if found.reason else zeros
-    reason = reason or _machine_that_differs(others.result())
+    levels = found.levels()  # judges what is left
+    where = "" if not found.reason else RANDOM if found.random else _place(path, model, first)
+    reason = f"{found.reason}{where}" or zeros or _machine_that_differs(others.result())
     return Verification(
         samples=samples,
         quantized=found.quantized,
@@ -184,8 +170,34 @@ def verify_onnx(
         machines=others.result(),
         runtime=other.record if other else None,
         elsewhere=levels.get(f"in {other.record.name}") if other else None,
-        other_sizes="" if reason else _warned(path, sized),
+        other_sizes="" if reason else _warn_of_sizes(path, sized),
     )
+
+
+def _comparison(model: nn.Module) -> Comparison:
+    """With the limits for a model."""
+    parts, signs = quantized_parts(model).values(), takes_signs(model)
+    return Comparison(
+        quantized=bool(parts) or signs,
+        weight_only=not signs and all(part.exact for part in parts),  # quantizers switched off leave rounded weights
+        most_of_floats=steps_allowed(least_precise_dtype(model)),
+        most_of_integers=sys.float_info.max if signs else QUANTIZED_STEPS,
+    )
+
+
+def _add_batch(
+    found: Comparison, path: str | Path, model: nn.Module, inputs: Inputs, sessions: Sequence[Any], other: OtherRuntime | None
+) -> list[np.ndarray]:
+    """Compare the outputs for one batch, and return those of the file, optimized."""
+    drawn = _rng_states()
+    wanted = _arrays(call_checked(model, inputs, "verification data"))
+    found.random = found.random or any(not torch.equal(*pair) for pair in zip(drawn, _rng_states(), strict=False))
+    unrounded = _unrounded(model, inputs) if quantized_parts(model) and found.wants_unrounded else None
+    got = {name: _run(run, inputs, path) for name, run in zip(("as written", "optimized"), sessions, strict=True)}
+    if other and other.compiled:
+        got[f"in {other.record.name}"] = other.run(sessions[0], inputs)
+    found.add(wanted, got, unrounded=unrounded, samples=batch_size(inputs))
+    return got["optimized"]
 
 
 def _depends_on_threads(proto: Any) -> bool:
@@ -215,7 +227,7 @@ def _machine_that_differs(machines: Sequence[MachineAgreement]) -> str:
     return next((f"on {each.machine}: {each}; quantize for X86" for each in machines if each.layer), "")
 
 
-def _warned(path: str | Path, remark: str) -> str:
+def _warn_of_sizes(path: str | Path, remark: str) -> str:
     """The remark on other sizes, of which a warning is given, too."""
     if remark:
         warnings.warn(

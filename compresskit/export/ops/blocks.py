@@ -210,14 +210,52 @@ def _runtime_operator(name: str, inputs: tuple[str, ...], sizes: tuple[str, ...]
 
 
 def pack_nibbles(model: Any) -> None:
-    """Store the integers of an onnx-ir model whose names end in `int4` or `uint4` in 4 bits each."""
+    """Store the integers of an onnx-ir model whose names end in `int4` or `uint4` in 4 bits each.
+
+    torch's exporter merges equal tensors of up to 1024 values, whatever they are called: what something reads as bytes, too, such
+    as packed zero points, stays as it is and gets a copy of 4 bits; and integers that lost their name to others are decoded with
+    a part that has its own.
+    """
+    made: dict[int, Any] = {}
+    decoders = [node for node in model.graph.all_nodes() if node.op_type == "DequantizeLinear"]
+    decoders = [node for node in decoders if _decodes_nibbles(node)]
+    inputs = {(id(node), index) for node in decoders for index in (0, 2)}
+    for node in decoders:
+        for index, value in _integer_inputs(node):
+            if id(value) not in made:
+                alone = all((id(user), place) in inputs for user, place in value.uses())
+                made[id(value)] = _stored_in_nibbles(model.graph, value, copied=not alone)
+            node.replace_input_with(index, made[id(value)])
+
+
+def _integer_inputs(node: Any) -> list[tuple[int, Any]]:
+    """The integers and zero points of a DequantizeLinear, each with its place."""
+    return [(i, node.inputs[i]) for i in (0, 2) if i < len(node.inputs) and node.inputs[i] is not None]
+
+
+def _decodes_nibbles(node: Any) -> bool:
+    """Whether a DequantizeLinear reads integers or zero points of 4 bits, and all that it reads fits them."""
+    values = [value for _, value in _integer_inputs(node)]
+    if not any(str(value.name).endswith(NARROW) for value in values) or not all(value.is_initializer() for value in values):
+        return False
+    arrays = [value.const_value.numpy() for value in values]
+    ends = {np.dtype(np.uint8): (0, 15), np.dtype(np.int8): (-8, 7)}
+    return all(a.dtype in ends and (not a.size or (ends[a.dtype][0] <= a.min() and a.max() <= ends[a.dtype][1])) for a in arrays)
+
+
+def _stored_in_nibbles(graph: Any, value: Any, *, copied: bool) -> Any:
+    """An initializer of bytes in 4 bits each: itself, or a copy."""
     import ml_dtypes
     import onnx_ir as ir  # heavy, and only exporting needs it
 
-    for name, value in model.graph.initializers.items():
-        tensor = value.const_value
-        if tensor is None or not name.endswith(NARROW):
-            continue
-        kind = ml_dtypes.uint4 if tensor.dtype is ir.DataType.UINT8 else ml_dtypes.int4
-        value.const_value = ir.tensor(np.asarray(tensor.numpy()).astype(kind), name=name)
-        value.type = ir.TensorType(value.const_value.dtype)
+    array = np.asarray(value.const_value.numpy())
+    name = str(value.name)
+    while copied and name in graph.initializers:
+        name = f"nibbles_of_{name}"
+    tensor = ir.tensor(array.astype(ml_dtypes.uint4 if array.dtype == np.uint8 else ml_dtypes.int4), name=name)
+    if copied:
+        value = ir.Value(name=name, shape=value.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+        graph.register_initializer(value)
+    else:
+        value.const_value, value.type = tensor, ir.TensorType(tensor.dtype)
+    return value

@@ -5,6 +5,8 @@
     DequantizeLinear -> move               -> move (on the integers) -> DequantizeLinear
     DequantizeLinear -> layer with a float weight   -> a Clip without bounds between, which keeps the layer in float
     AveragePool whose windows are cut at the border   -> a Clip without bounds before it, as above
+    DequantizeLinear of looked-up rows -> product of integers   -> a Clip without bounds between
+    GlobalAveragePool between scales that are too far apart   -> a Clip without bounds before it
     constants that the exporter lost       -> initializers again
     names of the exporter, metadata        -> dropped
 
@@ -15,10 +17,13 @@ so that it can run on integers, a quarter of the bytes.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import onnx_ir as ir
+
+from compresskit.export.ops.blocks import NARROW
 
 DATA_MOVEMENT = frozenset(
     "Reshape Flatten Transpose Squeeze Unsqueeze Slice Split Expand Tile Gather Identity MaxPool Pad Concat DepthToSpace"
@@ -26,6 +31,8 @@ DATA_MOVEMENT = frozenset(
 )
 #: Those for which ONNX Runtime has no kernel of 16 bits.
 ONLY_OF_BYTES = frozenset("MaxPool Pad Resize DepthToSpace SpaceToDepth Tile".split())
+#: What ONNX Runtime's integer GlobalAveragePool takes of (scale of the input) / (scale of the output * positions).
+STEPS_OF_MEAN = (2.0**-32, 255.0)
 
 
 def optimize_(model: ir.Model, rewrites: Sequence[Callable[[ir.Model], None]] = ()) -> None:
@@ -44,8 +51,12 @@ def optimize_(model: ir.Model, rewrites: Sequence[Callable[[ir.Model], None]] = 
     for node in list(model.graph):
         if node.op_type in ("Conv", "ConvTranspose", "Gemm", "MatMul"):
             _keep_layer_float(model.graph, node)
+        if node.op_type in ("Gemm", "MatMul"):
+            _keep_rows_float(model.graph, node)
         if node.op_type == "AveragePool":
             _keep_partial_windows_float(model.graph, node)
+        if node.op_type == "GlobalAveragePool":
+            _keep_fine_mean_float(model.graph, node)
     for rewrite in rewrites:
         rewrite(model)
     _remove_unused(model.graph)
@@ -93,8 +104,8 @@ def replace_stored(graph: ir.Graph, node: ir.Node, index: int, values: np.ndarra
 def own_decoder(graph: ir.Graph, node: ir.Node, index: int) -> ir.Node | None:
     """The DequantizeLinear that makes an input of a node, and nothing else: a copy where others read it. None of other inputs."""
     value = node.inputs[index] if index < len(node.inputs) else None
-    decode = None if value is None else value.producer()
-    if value is None or decode is None or decode.op_type != "DequantizeLinear":
+    decode = decoder_of(value)
+    if value is None or decode is None:
         return None
     if len(value.uses()) == 1 and not value.is_graph_output():
         return decode
@@ -105,10 +116,16 @@ def own_decoder(graph: ir.Graph, node: ir.Node, index: int) -> ir.Node | None:
     return copy
 
 
+def decoder_of(value: ir.Value | None) -> ir.Node | None:
+    """The DequantizeLinear that makes a value, with a zero point or without; else None."""
+    node = None if value is None else value.producer()
+    return node if node is not None and node.op_type == "DequantizeLinear" else None
+
+
 def dequantize_of(value: ir.Value | None) -> ir.Node | None:
     """The DequantizeLinear with a zero point that makes a value, or None."""
-    node = None if value is None else value.producer()
-    return node if node is not None and node.op_type == "DequantizeLinear" and len(node.inputs) > 2 else None
+    node = decoder_of(value)
+    return node if node is not None and len(node.inputs) > 2 else None
 
 
 def symmetric_integers(decode: ir.Node | None) -> np.ndarray | None:
@@ -163,8 +180,8 @@ def _hoist_quantize(graph: ir.Graph, quantize: ir.Node) -> None:
 
 
 def _dequantize_before(value: ir.Value | None) -> ir.Node | None:
-    node = None if value is None else value.producer()
-    return node if node is not None and node.op_type == "DequantizeLinear" and _is_scalar(node.inputs[1]) else None
+    node = decoder_of(value)
+    return node if node is not None and _is_scalar(node.inputs[1]) else None
 
 
 def _is_scalar(value: ir.Value | None) -> bool:
@@ -185,7 +202,7 @@ def _sink_dequantize(graph: ir.Graph, move: ir.Node) -> None:
     if move.op_type in ONLY_OF_BYTES and zero_point.dtype in (ir.DataType.UINT16, ir.DataType.INT16):
         return
     others = list(move.inputs[count:])
-    if move.op_type == "Pad" and not _pad_with(graph, move, others, zero_point):
+    if move.op_type == "Pad" and not _pad_with(move, others, zero_point):
         return
     if move.op_type == "Resize" and move.attributes.get_string("mode", "nearest") != "nearest":
         return
@@ -217,6 +234,37 @@ def _keep_partial_windows_float(graph: ir.Graph, pool: ir.Node) -> None:
         _hide_from_fusion(graph, pool, x)
 
 
+def _keep_rows_float(graph: ir.Graph, product: ir.Node) -> None:
+    """ONNX Runtime multiplies two operands of bytes in integers (MatMulIntegerToFloat), where it refuses to run if the first has
+    several zero points, as the rows of a table have that are looked up.
+    """
+    x = product.inputs[0]
+    rows, other = dequantize_of(x), decoder_of(product.inputs[1])
+    if x is None or rows is None or other is None:
+        return
+    points, integers = rows.inputs[2], other.inputs[0]
+    looked_up = points is not None and points.producer() is not None and (points.shape is None or len(points.shape) > 0)
+    if looked_up and integers is not None and not str(integers.name).endswith(NARROW):  # it multiplies 4 bits in float
+        _hide_from_fusion(graph, product, x)
+
+
+def _keep_fine_mean_float(graph: ir.Graph, pool: ir.Node) -> None:
+    """ONNX Runtime's integer kernel refuses to run where a step of the input is too many of the output: where a mean of large
+    values is always close to zero, as behind filters whose weights sum to zero.
+    """
+    x, decode = pool.inputs[0], _dequantize_before(pool.inputs[0])
+    if x is None or x.shape is None or decode is None:
+        return
+    sizes = [n if isinstance(n, int) else 1 for n in list(x.shape)[2:]]  # of what varies the least, for which steps are largest
+    for user in [use.node for use in pool.outputs[0].uses()]:
+        scales = [constant(scale) for scale in (decode.inputs[1], user.inputs[1])] if user.op_type == "QuantizeLinear" else []
+        if len(scales) == 2 and all(scale is not None and scale.size == 1 for scale in scales):
+            before, after = (float(scale.item()) for scale in scales if scale is not None)
+            if not STEPS_OF_MEAN[0] <= before / (after * math.prod(sizes)) < STEPS_OF_MEAN[1]:
+                _hide_from_fusion(graph, pool, x)
+                return
+
+
 def _hide_from_fusion(graph: ir.Graph, layer: ir.Node, x: ir.Value) -> None:
     """Put a Clip without bounds before a node, through which ONNX Runtime does not look."""
     clip = ir.Node("", "Clip", [x])
@@ -225,7 +273,7 @@ def _hide_from_fusion(graph: ir.Graph, layer: ir.Node, x: ir.Value) -> None:
     layer.replace_input_with(0, clip.outputs[0])
 
 
-def _pad_with(graph: ir.Graph, pad: ir.Node, others: list[ir.Value | None], zero_point: ir.Value) -> bool:
+def _pad_with(pad: ir.Node, others: list[ir.Value | None], zero_point: ir.Value) -> bool:
     """Make a zero-padding pad with the zero point; False for padding with another number."""
     if pad.attributes.get_string("mode", "constant") != "constant":
         others[1:2] = [None] * len(others[1:2])  # a number that is never read, of another dtype

@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import ExportError
@@ -26,8 +26,13 @@ def least_precise_dtype(model: nn.Module) -> torch.dtype:
 
 
 def widen_to_fp32(model: nn.Module, example: Inputs) -> tuple[nn.Module, Inputs]:
-    """A copy of a bf16 model, and its inputs, in fp32; any other model and its inputs as they are."""
-    if least_precise_dtype(model) is not torch.bfloat16:
+    """A copy of a bf16 model, and its inputs, in fp32; any other model and its inputs as they are.
+
+    What is deployed of a quantized bf16 model, a graph, has integers and fp32 scales in the place of its weights.
+    """
+    given = pytree.tree_leaves(example) if isinstance(model, fx.GraphModule) else []
+    narrow = any(isinstance(value, Tensor) and value.dtype is torch.bfloat16 for value in given)
+    if not narrow and least_precise_dtype(model) is not torch.bfloat16:
         return model, example
 
     def wide(value: Any) -> Any:

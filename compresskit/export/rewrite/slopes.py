@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from compresskit.export.rewrite.common import DATA_MOVEMENT, constant, initializer, replace
+from compresskit.export.rewrite.common import DATA_MOVEMENT, constant, decoder_of, initializer, replace
 
 #: Largest |1 - slope| of a PRelu that is written as a sum: beyond it the two terms cancel too many digits.
 LARGEST_COMPLEMENT = 8
@@ -72,8 +72,8 @@ def _several_filters(graph: ir.Graph, node: ir.Node, made: dict[Any, ir.Node]) -
         return
     if len(list(conv.outputs[0].uses())) != 1 or conv.attributes.get_int("group", 1) != 1:
         return
-    weight, step = _integers_behind(conv.inputs[1]), constant(readers[0].inputs[1])
-    bias = _integers_behind(conv.inputs[2]) if len(conv.inputs) > 2 else _no_bias(graph, conv, weight)
+    weight, step = decoder_of(conv.inputs[1]), constant(readers[0].inputs[1])
+    bias = decoder_of(conv.inputs[2]) if len(conv.inputs) > 2 else _no_bias(graph, conv, weight)
     if weight is None or bias is None or step is None:
         return
     if readers[0].outputs[0].dtype not in (ir.DataType.UINT8, ir.DataType.INT8) or constant(bias.inputs[1]) is None:
@@ -186,11 +186,6 @@ def _with_filters(
     node = ir.Node("", "DequantizeLinear", inputs, {"axis": ir.AttrInt64("axis", 0)})
     node.outputs[0].type = dequantize.outputs[0].type
     return node
-
-
-def _integers_behind(value: ir.Value | None) -> ir.Node | None:
-    node = None if value is None else value.producer()
-    return node if node is not None and node.op_type == "DequantizeLinear" else None
 
 
 def _elementwise(operator: str, x: ir.Value, *others: ir.Value) -> ir.Node:

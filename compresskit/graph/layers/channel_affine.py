@@ -86,7 +86,7 @@ def affine_of(module: fx.GraphModule, node: Node, constants: set[Node]) -> Chann
         return None
     if node.target in _DIVISIONS and x is second:
         return None
-    found = _channel_values(module, node, x, other)
+    found = _channel_values(module, x, other)
     if found is None:
         return None
     values, axis, trains = found
@@ -148,7 +148,7 @@ def _is_constant_operand(value: Any, constants: set[Node]) -> bool:
     return value in constants if isinstance(value, fx.Node) else isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _channel_values(module: fx.GraphModule, node: Node, x: Node, other: Any) -> tuple[Tensor, int | None, bool] | None:
+def _channel_values(module: fx.GraphModule, x: Node, other: Any) -> tuple[Tensor, int | None, bool] | None:
     """(values, (channels,) or (1,) in float64; their dimension of x; whether they train); None for other constants."""
     like = x.meta.get("val")
     if not isinstance(like, Tensor):

@@ -18,7 +18,7 @@ from compresskit.graph.capture import module_path, parameter_name
 from compresskit.graph.layers.channel_affine import ChannelAffine, constant_nodes
 from compresskit.graph.layers.fold_batchnorm import FoldedBatchNorm
 from compresskit.graph.layers.geometry import Geometry
-from compresskit.graph.layers.stored import CONVS, bias_of, readers_of, stored_value
+from compresskit.graph.layers.stored import CONVS, bias_of, each_dimension, readers_of, stored_value
 from compresskit.graph.masks import MASK_PREFIX
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import get_tensor, owner
@@ -179,7 +179,7 @@ def geometry_of(module: fx.GraphModule, layer: Node) -> Geometry:
     if layer.target is aten.linear.default:
         return Geometry(outputs=outputs, inputs=inputs, kernel=(), stride=(), padding=(), dilation=(), groups=1)
     given = [*layer.args[3:], *[1, 0, 1, 1][len(layer.args[3:]) :]]
-    stride, padding, dilation = (_each(value, len(kernel)) for value in given[:3])
+    stride, padding, dilation = (each_dimension(value, len(kernel)) for value in given[:3])
     groups = given[3]
     return Geometry(
         outputs=outputs,
@@ -190,11 +190,6 @@ def geometry_of(module: fx.GraphModule, layer: Node) -> Geometry:
         dilation=dilation,
         groups=groups,
     )
-
-
-def _each(value: int | list[int], spatial: int) -> tuple[int, ...]:
-    values = tuple(value) if isinstance(value, list | tuple) else (value,)
-    return values * spatial if len(values) == 1 else values
 
 
 def set_geometry_(layer: Node, geometry: Geometry) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,6 +28,12 @@ LAYOUT_OPERATORS = frozenset(
 def bias_of(layer: Node) -> Node | None:
     """The node of a layer's bias; None where it has none."""
     return layer.args[2] if len(layer.args) > 2 else None
+
+
+def each_dimension(value: int | Sequence[int], spatial: int) -> tuple[int, ...]:
+    """A setting of a convolution for each of its spatial dimensions, of a number or a list that may have one for all."""
+    values = tuple(value) if isinstance(value, Sequence) else (value,)
+    return values * spatial if len(values) == 1 else values
 
 
 def stored_value(module: fx.GraphModule, node: Node | None) -> Tensor | None:

@@ -16,6 +16,8 @@ from compresskit.base.errors import ModelError
 from compresskit.graph.layers.embedding_bags import write_bags_
 from compresskit.graph.layers.recurrent_cells import write_cells_
 from compresskit.graph.normalize import Node, aten, insert_call, source_line
+from compresskit.graph.rewrites.composed import write_composed_
+from compresskit.graph.rewrites.fourier import write_transforms_
 from compresskit.graph.rewrites.pools import replace_adaptive_averages_, replace_adaptive_max_pools_, replace_divisors_
 
 
@@ -39,6 +41,8 @@ def make_exportable_(module: fx.GraphModule) -> None:
         replace_adaptive_max_pools_,
         replace_adaptive_averages_,
         _replace_attention_ranks_,
+        write_composed_,
+        write_transforms_,
         write_bags_,
         write_cells_,
     ):

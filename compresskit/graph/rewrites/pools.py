@@ -139,7 +139,7 @@ def _pooled_in_windows(graph: fx.Graph, x: Node, sizes: list[Any], reduce: Any) 
     return x
 
 
-def _made_of_size(x: Node, target: Any, number: Node) -> Node:
+def made_of_size(x: Node, target: Any, number: Node) -> Node:
     """What an operator makes of a size, on the device of x, where the graph's insertion point stands."""
     settings = {"dtype": torch.int64, "device": x.meta["val"].device}
     made = number.graph.call_function(target, (number,), settings)
@@ -150,9 +150,9 @@ def _made_of_size(x: Node, target: Any, number: Node) -> Node:
 
 def _averaged_in_windows(add: Callable[..., Node], x: Node, dim: int, count: Node) -> Node:
     """The means of a number of windows over a dimension that is computed of sizes: differences of sums up to each boundary."""
-    rank, numbers = x.meta["val"].ndim, _made_of_size(x, aten.arange.default, count)
+    rank, numbers = x.meta["val"].ndim, made_of_size(x, aten.arange.default, count)
     sizes = (add(aten.sym_size.int, x, dim), count)
-    length, windows = (_made_of_size(x, aten.scalar_tensor.default, size) for size in sizes)  # torch's exporter promotes no sizes
+    length, windows = (made_of_size(x, aten.scalar_tensor.default, size) for size in sizes)  # torch's exporter promotes no sizes
     starts = add(aten.floor_divide.default, add(aten.mul.Tensor, numbers, length), windows)
     behind = add(aten.mul.Tensor, add(aten.add.Tensor, numbers, 1), length)
     behind = add(aten.add.Tensor, behind, add(aten.sub.Tensor, windows, 1))  # rounded up

@@ -16,7 +16,7 @@ from typing import Any
 from torch import fx
 
 from compresskit.graph.capture import parameter_name
-from compresskit.graph.masks import transpose_mask_
+from compresskit.graph.masks import map_mask_
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import get_tensor, set_tensor_
 
@@ -99,7 +99,7 @@ def _transpose_weights(module: fx.GraphModule) -> None:
             stored = get_tensor(module, name)
             if id(stored) == key:  # not yet replaced under another of its names
                 set_tensor_(module, name, stored.detach().t().contiguous())
-            transpose_mask_(module, name)
+            map_mask_(module, name, lambda mask: mask.t().contiguous())
         for node in products:
             weight = _weight(node)
             weight.meta["val"] = node.args[-2].meta["val"].new_empty(get_tensor(module, weight.target).shape)

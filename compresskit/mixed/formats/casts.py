@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from compresskit.base.errors import ModelError
-from compresskit.mixed.formats.policy import BATCH_NORMS, Policy
+from compresskit.mixed.formats.policy import BATCH_NORMS, HALVES, Policy
 
 
 @runtime_checkable
@@ -27,6 +27,11 @@ class KeepsFP32(Protocol):
     """A module that stays in fp32 under every policy where its attribute `keeps_fp32` is true, such as a quantizer."""
 
     keeps_fp32: bool
+
+
+def in_fp32(value: Tensor) -> Tensor:
+    """A half tensor in fp32, any other as it is."""
+    return value.float() if value.dtype in HALVES else value
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:

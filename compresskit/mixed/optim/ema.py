@@ -43,6 +43,11 @@ class WeightEMA:
         for name in names:
             self.values.pop(name, None)
 
+    def load_(self, values: dict[str, Tensor]) -> None:
+        """Set the averages to those of a state."""
+        for name, value in values.items():
+            self.values[name].copy_(value)
+
     def update(self, masters: dict[str, Tensor], found_inf: Tensor | None) -> None:
         """Add one step to the averages; `found_inf` is 1 on the device where the step was skipped."""
         values = list(self.values.values())

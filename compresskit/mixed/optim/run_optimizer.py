@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from compresskit.mixed.checks import requires_closure
 from compresskit.mixed.run import Run
 
 
@@ -28,6 +29,8 @@ class RunOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Call the closure, which computes the loss and its gradients, and make a step of the run; return the loss."""
+        if closure is not None and requires_closure(self.run.optimizer):
+            return self.run.step(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():

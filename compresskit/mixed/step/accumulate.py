@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-from compresskit.mixed.step.masters import in_fp32
+from compresskit.mixed.formats.casts import in_fp32
 from compresskit.mixed.step.scaler import LossScaler, check_
 
 

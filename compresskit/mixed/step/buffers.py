@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compresskit.mixed.formats.casts import in_fp32
 from compresskit.mixed.formats.policy import HALVES, Policy
 
 #: In so many forward passes of a training are the buffers compared; a model may write into some only from the second one on.
@@ -51,7 +52,7 @@ class HalfBuffers:
                 continue
             if now not in restored:
                 constant = torch.equal(full.to(now.dtype), now)
-                restored[now] = full if constant else _in_fp32(now)
+                restored[now] = full if constant else in_fp32(now)
             module._buffers[name] = restored[now]
         self.entries = []
 
@@ -111,10 +112,6 @@ def widen_buffers_(model: nn.Module) -> None:
                 if buffer not in widened:
                     widened[buffer] = buffer.float()
                 module._buffers[name] = widened[buffer]
-
-
-def _in_fp32(buffer: Tensor) -> Tensor:
-    return buffer.float() if buffer.dtype in HALVES else buffer
 
 
 def _write_count(buffer: Tensor) -> int:

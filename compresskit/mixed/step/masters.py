@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from compresskit.base.errors import CheckpointError, SettingError, TrainingError
 from compresskit.mixed.formats import bf16_formats, bf16_in_pieces
 from compresskit.mixed.formats.bf16_in_pieces import Draws
-from compresskit.mixed.formats.casts import add_cast_hooks_, kept_fp32
+from compresskit.mixed.formats.casts import add_cast_hooks_, in_fp32, kept_fp32
 from compresskit.mixed.formats.parallel import broadcast_from_zero_, full_tensor, reshard_
 from compresskit.mixed.formats.policy import HALVES, Policy
 from compresskit.mixed.step.buffers import HalfBuffers, widen_buffers_
@@ -80,6 +80,7 @@ class MasterWeights:
             widen_(model, optimizer)
         self.cast_new_parameters()
         self.add_optimized(parameters)
+        self.gradients.drop_earlier_()
         replace_parameters_(optimizer, {half.parameter: half.master for half in self.halves})
 
     def cast_new_parameters(self) -> None:
@@ -115,7 +116,9 @@ class MasterWeights:
         return list(gone.values())
 
     def add_optimized(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Note that the optimizer has these parameters too."""
+        """Note that the optimizer has these parameters too, whose gradients of before are of no step of this run."""
+        for parameter in (parameters := list(parameters)):
+            parameter.grad = None
         optimized = {*self.optimized, *parameters}
         self.optimized = {p: name for p, name in self.names.items() if p in optimized}
         halves = {half.parameter: half for half in self.halves}
@@ -305,6 +308,16 @@ class MasterWeights:
         if changed:
             self.record_()
 
+    def check_dtypes(self) -> None:
+        """Refuse a model that was cast by hand, of which one weight is enough to see."""
+        parameter = next((half.parameter for half in self.halves), next(iter(self.half_parameters), None))
+        if parameter is not None and parameter.dtype != self.policy.param_dtype:
+            raise TrainingError(
+                f"{self.names.get(parameter, 'a weight')} was cast to {parameter.dtype} by hand after prepare (model.float(),"
+                f" model.half(), ...), and {self.policy.name} trains {self.policy.param_dtype}; leave the cast out, as"
+                " run.finish() returns an fp32 model, or prepare under another policy"
+            )
+
     def _check_not_replaced(self) -> None:
         moved = [parameter for parameters, leaf, parameter in self.places if parameters.get(leaf) is not parameter]
         if not moved:
@@ -412,11 +425,6 @@ def check_not_in_run(model: nn.Module) -> None:
             )
 
 
-def in_fp32(value: Tensor) -> Tensor:
-    """A half tensor in fp32, any other as it is."""
-    return value.float() if value.dtype in HALVES else value
-
-
 def replace_parameters_(optimizer: torch.optim.Optimizer, new: dict[Any, Any]) -> None:
     """Give the optimizer `new[p]` in the place of each p, with p's state."""
     for group in optimizer.param_groups:
@@ -426,13 +434,13 @@ def replace_parameters_(optimizer: torch.optim.Optimizer, new: dict[Any, Any]) -
             optimizer.state[replacement] = optimizer.state.pop(old)
 
 
-def widen_(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Bring a half model and what its optimizer knows of it to fp32, so that masters are made of the half weights."""
+def widen_(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Bring a half model and what its optimizer, if it has one, knows of it to fp32, so that masters are made of its weights."""
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             if parameter.dtype in HALVES:
                 parameter.data, parameter.grad = parameter.data.float(), None
-                _cast_state_to_fp32_(optimizer.state.get(parameter, {}))
+                _cast_state_to_fp32_({} if optimizer is None else optimizer.state.get(parameter, {}))
     widen_buffers_(model)
 
 

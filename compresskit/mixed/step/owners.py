@@ -59,6 +59,11 @@ class GradientOwner:
         theirs = {p for other in self.others for p in other.optimized if p not in self.optimized}
         return [p for p in self.names if p not in theirs]
 
+    def drop_earlier_(self) -> None:
+        """Drop the gradients of before this run, which its first step would take for its own."""
+        for parameter in self.parameters():
+            parameter.grad = None
+
     def clear_(self) -> None:
         """Drop this run's gradients, and note that those of the others are left over."""
         for parameter in self.parameters():

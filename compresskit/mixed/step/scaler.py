@@ -68,9 +68,9 @@ class LossScaler:
         self.found_inf = torch.tensor(0.0, dtype=torch.float32, device=device)
 
     @classmethod
-    def fixed(cls, scale: float, *, device: torch.device | str = "cpu") -> LossScaler:
+    def fixed(cls, scale: float) -> LossScaler:
         """Make a scaler whose scale never changes; a step whose gradients overflow is skipped all the same."""
-        return cls(scale, dynamic=False, floor=scale, ceiling=scale, device=device)
+        return cls(scale, dynamic=False, floor=scale, ceiling=scale)
 
     def __repr__(self) -> str:
         kind = f"interval={self.interval}" if self.dynamic else "fixed"

@@ -32,7 +32,7 @@ from compresskit.prune.structure.trial import TrialRepair
 NO_RATIOS: Mapping[str, float] = MappingProxyType({})
 
 
-@takes_budget
+@takes_budget(*PRUNABLE)
 def plan_channels(
     model: nn.Module,
     example: AnyInputs,
@@ -85,7 +85,7 @@ def plan_channels(
     check_prunable(model, inputs, "plan_channels")
 
     def plan_for(analysis: ChannelAnalysis, prefix: str, macs: int) -> Plan:
-        score_groups_(analysis.groups, model, prefix, criterion, normalize, task, samples)
+        score_groups_(analysis.groups, model, prefix, criterion, normalize, task, samples, where="plan_channels")
         return ChannelSelector(analysis, budget, limits, ranking, prefix, macs, model).plan(inputs)
 
     with state_restored(model):
@@ -101,8 +101,9 @@ def _first_proved_plan(search: TrialRepair, plan_for: Callable[[ChannelAnalysis,
     while True:
         plan = plan_for(analysis, search.prefix, total)
         failure = search.prove(plan, analysis)
-        if failure is None:
-            return plan
+        needed = plan if failure is not None and failure.path is not None else search.without_idle_attributes(plan, analysis)
+        if failure is None or needed is not plan:
+            return needed
         analysis = search.repair(failure, analysis)
 
 
@@ -114,10 +115,13 @@ def _check_settings(budget: Budget, limits: Limits, criterion: Criterion, rankin
 
 
 def analyze_channels(
-    model: nn.Module, example: Inputs, *, ignore: tuple[str, ...] = (), inside: str | None = None
+    model: nn.Module, example: Inputs, *, where: str, ignore: tuple[str, ...] = (), inside: str | None = None
 ) -> tuple[ChannelAnalysis, str, int]:
-    """(groups of channels that can be pruned, prefix of the names of their tensors, MACs of one sample)."""
-    check_prunable(model, example, "channel_sensitivity")
+    """(groups of channels that can be pruned, prefix of the names of their tensors, MACs of one sample).
+
+    where: the function that the user called, with which messages begin.
+    """
+    check_prunable(model, example, where)
     search = TrialRepair(model, example, inside=inside, ignore=_names(ignore))
     total = count_macs(search.trace.module, search.trace.example)
     return search.find_groups(total), search.prefix, total

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from compresskit.base.budget import Budget, Budgeted, check_budget, keep
+from compresskit.base.budget import Budget, Budgeted, Quantity, check_budget, keep
 from compresskit.base.distributed import on_rank_zero, world_size
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.inputs import calibration_inputs
@@ -57,6 +57,7 @@ class Prune(Budgeted, Stage):
         round_to, minimum, ratios, ignore, inside, whole_heads: as in `plan_channels`.
     """
 
+    quantities: ClassVar[tuple[Quantity, ...]] = PRUNABLE
     needs: ClassVar[frozenset[str]] = PROPERTIES
 
     budget: Budget
@@ -193,7 +194,8 @@ class Prune(Budgeted, Stage):
             return kept * plan.macs / plan.macs_before if plan.macs_before else target
         if unit == "parameters":
             return kept * count_parameters(apply_(copy_model(model), plan)) / count_parameters(model)
-        return target
+        # Of the channels, as many as the steps of the widths let go: often more than were to go.
+        return kept * sum(line.keep for line in plan.lines) / max(1, sum(line.size for line in plan.lines))
 
     def _apply_and_repair_(self, model: nn.Module, plan: Plan, task: Task) -> None:
         before = frozen_copy(model) if self.reconstruct else None

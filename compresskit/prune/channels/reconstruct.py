@@ -24,7 +24,7 @@ from compresskit.base.errors import DataError, SettingError
 from compresskit.base.inputs import AnyInputs, call_checked, each_inputs
 from compresskit.base.task import Inputs
 from compresskit.graph.surgery import get_tensor, mode, owner
-from compresskit.prune.evidence import watched_calls
+from compresskit.prune.evidence import watched_calls, with_batch
 from compresskit.prune.structure.plan import Plan
 
 log = logging.getLogger(__name__)
@@ -96,11 +96,11 @@ def output_leaves(model: nn.Module, inputs: Inputs) -> list[Any]:
 
 
 def squared_distance(outputs: list[Any], wanted: list[Any]) -> float:
-    """Sum of squared differences."""
+    """Sum of squared differences, without entries that are equal, infinities among them, or not finite where they should be."""
     pairs = zip(outputs, wanted, strict=True)
     # Outputs of different shapes, such as lists of boxes, cannot be compared.
     same = [(a.double(), b.double()) for a, b in pairs if isinstance(a, Tensor) and a.shape == b.shape]
-    return sum(float((a - b).square().sum()) for a, b in same)
+    return sum(float((a - b)[b.isfinite() & (a != b)].square().sum()) for a, b in same)
 
 
 def can_refit(dense: nn.Module, name: str) -> bool:
@@ -160,7 +160,11 @@ def input_statistics(dense: nn.Module, names: list[str], batches: Iterable[Input
 
 def _sampled_positions(layer: Any, x: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """(rows,) random positions of a layer's output for the input x, counted over all but its channels."""
-    total = x.numel() // x.shape[-1] if isinstance(layer, nn.Linear) else len(x) * math.prod(_output_sizes(layer, x))
+    if isinstance(layer, nn.Linear):
+        total = x.numel() // x.shape[-1]
+    else:
+        x = with_batch(layer, x)
+        total = len(x) * math.prod(_output_sizes(layer, x))
     return torch.randint(total, (count,), generator=generator) if count < total else torch.arange(total)
 
 
@@ -168,6 +172,7 @@ def rows_at(layer: Any, x: Tensor, chosen: Tensor) -> Tensor:
     """(rows, inputs x kernel positions) that a layer multiplies its weights with at these positions of its output."""
     if isinstance(layer, nn.Linear):
         return x.reshape(-1, x.shape[-1])[chosen.to(x.device)].float()
+    x = with_batch(layer, x)
     image, *corner = torch.unravel_index(chosen, (len(x), *_output_sizes(layer, x)))
     sides = layer._reversed_padding_repeated_twice
     x = F.pad(x, sides, mode="constant" if layer.padding_mode == "zeros" else layer.padding_mode)

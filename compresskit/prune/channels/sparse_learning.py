@@ -66,7 +66,7 @@ class GroupLasso(Wrapper):
 
     def bind(self, model: nn.Module, task: Task) -> GroupLasso:
         """Return the objective for a model, whose groups of channels are found here, and a task."""
-        analysis, _, _ = analyze_channels(model, task.example(), ignore=self.ignore)
+        analysis, _, _ = analyze_channels(model, task.example(), where="group_lasso", ignore=self.ignore)
         return GroupLasso(
             objective=self.objective.bind(model, task), strength=self.strength, groups=tuple(analysis.groups), model=model
         )

@@ -9,9 +9,12 @@ from typing import Any
 from torch import nn
 
 from compresskit.base.errors import CheckpointError, ModelError
+from compresskit.base.files import sealed, unsealed
 from compresskit.graph.masks import masks_of
 from compresskit.prune.depth.find_blocks import ResidualBlock
 from compresskit.prune.depth.prove_blocks import remove_blocks_
+
+SEALED_BLOCKS = ("blocks", "sizes")  # what a plan of blocks changes, whose digest it has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,11 +90,13 @@ class BlockPlan:
             for b in self.blocks
         ]
         sizes = {name: list(shape) for name, shape in self.sizes.items()}
-        return vars(self) | {"blocks": blocks, "lines": [dict(vars(line)) for line in self.lines], "sizes": sizes}
+        lines = [dict(vars(line)) for line in self.lines]
+        return sealed(vars(self) | {"blocks": blocks, "lines": lines, "sizes": sizes}, SEALED_BLOCKS)
 
     @staticmethod
     def from_json(record: Mapping[str, Any]) -> BlockPlan:
-        """The plan that `to_json` wrote; CheckpointError where the record is something else."""
+        """The plan that `to_json` wrote; CheckpointError where the record is something else, or was changed since."""
+        record = unsealed(record, SEALED_BLOCKS, "plan of blocks", "plan again, with blocks=(name, ...) for others")
         try:
             blocks = tuple(
                 ResidualBlock(**{**b, "shape": tuple(b["shape"]), "skipped": {int(n): int(p) for n, p in b["skipped"]}})

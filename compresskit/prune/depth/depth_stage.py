@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from compresskit.base.budget import Budget, Budgeted
+from compresskit.base.budget import Budget, Budgeted, Quantity
 from compresskit.base.distributed import on_rank_zero, world_size
 from compresskit.base.errors import SettingError
 from compresskit.base.inputs import calibration_inputs
@@ -20,7 +20,7 @@ from compresskit.prune.channels.candidates import Form
 from compresskit.prune.depth.block_plan import BlockPlan
 from compresskit.prune.depth.costs import Cost, milliseconds
 from compresskit.prune.depth.importance import Importance, after_training
-from compresskit.prune.depth.plan_blocks import check_depth, check_measures, plan_blocks
+from compresskit.prune.depth.plan_blocks import BLOCK_QUANTITIES, check_depth, check_measures, plan_blocks
 from compresskit.prune.depth.refit_stream import refit_stream_
 from compresskit.train.batchnorm import reestimate_batchnorm_
 from compresskit.train.train import Train, fit_
@@ -45,6 +45,7 @@ class Depth(Budgeted, Stage):
         repair: samples for BatchNorm statistics; the fit reads as many, up to 2048.
     """
 
+    quantities: ClassVar[tuple[Quantity, ...]] = BLOCK_QUANTITIES
     needs: ClassVar[frozenset[str]] = PROPERTIES
 
     budget: Budget | None = None

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from compresskit.base.budget import Budget, check_budget, takes_budget
+from compresskit.base.budget import Budget, Quantity, check_budget, takes_budget
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.inputs import AnyInputs, as_inputs, calibration_inputs, call_checked
 from compresskit.base.progress import progress_bar
@@ -25,12 +25,14 @@ from compresskit.prune.depth.find_blocks import Blocks, find_blocks, inside, out
 from compresskit.prune.depth.importance import BlockScoring, Importance, after_training
 from compresskit.prune.depth.prove_blocks import blocks_that_cannot_go, check_blocks, failing_alone, remove_blocks_
 
+#: Quantities that a budget of blocks may be one of.
+BLOCK_QUANTITIES: tuple[Quantity, ...] = ("latency", "macs", "parameters", "bytes")
 MOST_MEASURED = 6  # candidates that are exported and measured for one budget
 MOST_LOCKED = 6  # reasons that a refusal lists
 ORDER_ROUNDS = 8  # measurements of all importances, of which each decides on an equal part of the blocks of an order
 
 
-@takes_budget
+@takes_budget(*BLOCK_QUANTITIES)
 def plan_blocks(
     model: nn.Module,
     example: AnyInputs,
@@ -122,7 +124,7 @@ def check_depth(budget: Budget | None, blocks: int | tuple[str, ...] | None, sam
     if (budget is None) == (blocks is None):
         raise SettingError(f"{where}(): wanted either budget=ck.keep(latency=0.7), or blocks=, a number or a tuple of names")
     if budget is not None:
-        check_budget(budget, f"{where}(budget=...)", ("latency", "macs", "parameters", "bytes"))
+        check_budget(budget, f"{where}(budget=...)", BLOCK_QUANTITIES)
     named = isinstance(blocks, tuple) and blocks and all(isinstance(name, str) for name in blocks)
     if blocks is not None and not named and not (type(blocks) is int and blocks >= 1):
         raise SettingError(f"{where}(blocks=...): wanted a whole number >= 1, or a tuple of dotted names, got {blocks!r}")

@@ -17,13 +17,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compresskit.base.errors import named_first_line
 from compresskit.base.task import Inputs, call, first_rows
+from compresskit.graph.differences import any_finite, relative_difference
 from compresskit.graph.surgery import copy_model, frozen_copy, mode
 from compresskit.measure import few_rows
 from compresskit.prune.depth.find_blocks import ResidualBlock, find_blocks, outermost
-from compresskit.prune.structure.repeatable import repeatable, state_restored, varied_inputs
+from compresskit.prune.structure.repeatable import repeatable, state_restored, varied_inputs, vary_constants_
 from compresskit.prune.structure.trace import repeat_rows
 
 WIDE_TOLERANCE, SINGLE_TOLERANCE = 1e-9, 1e-4  # of the largest output, in float64 and float32
+NOTHING_FINITE = "no output of the model is finite on the example, so that nothing can be compared"
 
 
 class BranchesZeroed(TorchDispatchMode):
@@ -66,6 +68,7 @@ def check_blocks(model: nn.Module, paths: Collection[str], example: Inputs) -> s
     wide, double, tolerance = copy_model(model).double().eval(), changed_inputs(example, Tensor.double), WIDE_TOLERANCE
     if not runs_here(wide, double):
         wide, double, tolerance = copy_model(model).eval(), example, SINGLE_TOLERANCE
+    vary_constants_(wide)
     tried = [
         inputs for inputs in (varied_inputs(double), changed_inputs(first_rows(double, 1), Tensor.neg)) if runs_here(wide, inputs)
     ]
@@ -74,6 +77,8 @@ def check_blocks(model: nn.Module, paths: Collection[str], example: Inputs) -> s
         if missing := [path for path in paths if path not in found]:
             return f"{missing[0]} is no residual block for inputs of another size"
         wanted = _run_skipping(wide, inputs, {n: p for path in paths for n, p in found[path].skipped.items()})
+        if wanted and not any_finite(wanted):
+            return NOTHING_FINITE
         removed = remove_blocks_(copy_model(wide), [found[path] for path in paths])
         try:
             got = _run_skipping(removed, inputs, {})
@@ -81,7 +86,7 @@ def check_blocks(model: nn.Module, paths: Collection[str], example: Inputs) -> s
             return f"the model does not run without it: {named_first_line(error)}"
         if [v.shape for v in got] != [v.shape for v in wanted]:
             return "the outputs have other shapes without it"
-        worst = max((relative_error(a, b) for a, b in zip(got, wanted, strict=True)), default=0.0)
+        worst = max((relative_difference(a, b) for a, b in zip(wanted, got, strict=True)), default=0.0)
         if not worst <= tolerance:
             return f"its input is not what is left with its branch at zero, by {worst:.2g}, as where a ReLU changes that input"
     found = find_blocks(model, example).removable
@@ -138,13 +143,6 @@ def runs_here(model: nn.Module, inputs: Inputs) -> bool:
     except Exception:
         return False
     return True
-
-
-def relative_error(got: Tensor, wanted: Tensor) -> float:
-    """The largest difference of two tensors as a fraction of the largest value of the second, at least 1."""
-    same = (got == wanted) | (got.isnan() & wanted.isnan())  # infinities too
-    difference = (got - wanted).abs().masked_fill(same, 0)
-    return float(difference.max() / max(1.0, float(wanted.nan_to_num(0, 0, 0).abs().max()))) if got.numel() else 0.0
 
 
 def training_failure(model: nn.Module, changed: nn.Module, example: Inputs) -> str | None:

@@ -170,4 +170,6 @@ def _finished(made: Factored, layer: FactorableLayer, whole: Tensor, directions:
             last.bias += ((layer.weight.detach().double() - whole).flatten(1) @ directions.shift).to(last.bias.dtype)
     for parameter in made.parameters():
         parameter.requires_grad_(layer.weight.requires_grad)
+    if layer.bias is not None:  # which may be all that is trained, or all that is not
+        last.bias.requires_grad_(layer.bias.requires_grad)
     return made.train(layer.training)

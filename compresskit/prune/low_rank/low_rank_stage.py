@@ -8,14 +8,14 @@ from typing import ClassVar
 
 from torch import nn
 
-from compresskit.base.budget import Budget, Budgeted
+from compresskit.base.budget import Budget, Budgeted, Quantity
 from compresskit.base.errors import SettingError
 from compresskit.base.inputs import calibration_inputs
 from compresskit.base.settings import check_field_types
 from compresskit.base.stage import PROPERTIES, Stage
 from compresskit.base.task import Task
 from compresskit.graph.surgery import frozen_copy
-from compresskit.prune.low_rank.plan_ranks import Method, check_ranks, plan_ranks
+from compresskit.prune.low_rank.plan_ranks import RANK_QUANTITIES, Method, check_ranks, plan_ranks
 from compresskit.train.batchnorm import reestimate_batchnorm_
 from compresskit.train.train import Train, fit_
 
@@ -33,6 +33,7 @@ class LowRank(Budgeted, Stage):
         round_to, ignore, method: see `plan_ranks`.
     """
 
+    quantities: ClassVar[tuple[Quantity, ...]] = RANK_QUANTITIES
     needs: ClassVar[frozenset[str]] = PROPERTIES
 
     budget: Budget

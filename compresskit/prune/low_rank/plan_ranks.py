@@ -11,8 +11,9 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from compresskit.base.budget import Budget, check_budget, takes_budget
+from compresskit.base.budget import Budget, Quantity, check_budget, takes_budget
 from compresskit.base.errors import CheckpointError, DataError, ModelError, SettingError, named_first_line
+from compresskit.base.files import sealed, unsealed
 from compresskit.base.inputs import AnyInputs, as_inputs, each_inputs
 from compresskit.base.task import Inputs, batch_size, call
 from compresskit.graph.masks import masks_of
@@ -21,6 +22,7 @@ from compresskit.graph.surgery import frozen_copy, mode, no_attention_fastpath
 from compresskit.measure import count_macs, count_parameters, few_rows
 from compresskit.prune.channels.plan_channels import check_prunable
 from compresskit.prune.channels.reconstruct import MOST_COLUMNS, InputStatistics, input_statistics
+from compresskit.prune.depth.prove_blocks import training_failure
 from compresskit.prune.evidence import watched_calls
 from compresskit.prune.low_rank.factorize import (
     FactorableLayer,
@@ -34,6 +36,8 @@ from compresskit.prune.low_rank.factorize import (
 )
 
 Method = Literal["tucker", "cp", "auto"]
+RANK_QUANTITIES: tuple[Quantity, ...] = ("macs", "parameters")  # that a budget of ranks may be one of
+SEALED_RANKS = ("lines", "sizes")  # what a plan of ranks changes, whose digest it has
 CP_COSTS = (0.9, 0.7, 0.5, 0.35, 0.2)  # fractions of a convolution's cost at which CP is tried
 VARIANCE_LEVELS = [2.0**-k for k in range(1, 21)]  # fractions of a mode's variance that the ranks to choose from lose
 MOST_WHOLE_LAYERS = 6  # layers that a refusal lists
@@ -109,11 +113,13 @@ class RankPlan:
     def to_json(self) -> dict[str, Any]:
         """The plan as plain data that `json.dumps` takes; `from_json` reads it."""
         lines = [vars(line) | {"ranks": list(line.ranks), "full": list(line.full)} for line in self.lines]
-        return vars(self) | {"lines": lines, "sizes": {name: list(shape) for name, shape in self.sizes.items()}}
+        sizes = {name: list(shape) for name, shape in self.sizes.items()}
+        return sealed(vars(self) | {"lines": lines, "sizes": sizes}, SEALED_RANKS)
 
     @staticmethod
     def from_json(record: Mapping[str, Any]) -> RankPlan:
-        """The plan that `to_json` wrote; CheckpointError where the record is something else."""
+        """The plan that `to_json` wrote; CheckpointError where the record is something else, or was changed since."""
+        record = unsealed(record, SEALED_RANKS, "plan of ranks", "plan again, with another budget or ignore=")
         try:
             lines = tuple(RankLine(**{**x, "ranks": tuple(x["ranks"]), "full": tuple(x["full"])}) for x in record["lines"])
             sizes = {name: tuple(map(int, shape)) for name, shape in record["sizes"].items()}
@@ -122,7 +128,7 @@ class RankPlan:
             raise CheckpointError(f"not a plan of ranks: {type(error).__name__} {error}") from None
 
 
-@takes_budget
+@takes_budget(*RANK_QUANTITIES)
 def plan_ranks(
     model: nn.Module,
     example: AnyInputs,
@@ -190,7 +196,7 @@ def _full_ranks(layer: FactorableLayer, ranks: tuple[int, ...]) -> tuple[int, ..
 
 def check_ranks(budget: Budget, round_to: int, method: str, where: str) -> None:
     """Raise SettingError for a budget of another quantity, an unknown method, or ranks not rounded to a whole number."""
-    check_budget(budget, f"{where}(budget=...)", ("macs", "parameters"))
+    check_budget(budget, f"{where}(budget=...)", RANK_QUANTITIES)
     if type(round_to) is not int or round_to < 1:
         raise SettingError(f"{where}(round_to=...): wanted a whole number >= 1, got {round_to!r}")
     if method not in get_args(Method):
@@ -286,7 +292,7 @@ def _trial(model: nn.Module, inputs: Inputs, names: list[str]) -> str | None:
             call(small, inputs)
     except Exception as error:
         return f"the model does not run without it: {named_first_line(error)}"
-    return None
+    return training_failure(model, small, inputs)
 
 
 def _spectra(model: nn.Module, names: list[str], batches: Iterable[AnyInputs] | None) -> dict[str, Spectrum]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.graph.surgery import check_no_torch_masks, owner
-from compresskit.prune.patterns import Pattern
+from compresskit.prune.patterns import NM, Block, Pattern
 
 #: Modules whose weights are masked, with the leaves that are weights.
 MASKABLE_LAYERS = (nn.modules.conv._ConvNd, nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.Bilinear)
@@ -91,7 +91,7 @@ def fitting(
 ) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
     """Weights that can have the pattern, and why other matrices stay dense; it warns of them. ModelError where no weight can."""
     weights = {name: w for name, w in maskable(model, protect, include).items() if given is None or name in given}
-    left = {name: why for name, w in weights.items() if (why := pattern.fits(w.shape))}
+    left = {name: why for name, w in weights.items() if (why := _turned(model, name, pattern) or pattern.fits(w.shape))}
     for name, why in left.items():
         warnings.warn(f"{name} is left dense: {why}", stacklevel=4)
     others = {} if given is not None else _no_layer_weights(model, protect, include)
@@ -102,6 +102,16 @@ def fitting(
         (first, reason), more = next(iter(others.items())), len(others) - 1
         warnings.warn(f"{first} is left dense{f' (and {more} more)' if more else ''}: {reason}", stacklevel=4)
     return {name: w for name, w in weights.items() if name not in left}, left | others
+
+
+def _turned(model: nn.Module, name: str, pattern: Pattern) -> str:
+    """Why a pattern along the inputs of a layer cannot be that of a transposed convolution; empty for all other weights."""
+    module, _ = owner(model, name)
+    if not isinstance(module, nn.modules.conv._ConvTransposeNd):
+        return ""
+    if not isinstance(pattern, Block) and not (isinstance(pattern, NM) and pattern.axis in (1, 1 - module.weight.ndim)):
+        return ""
+    return f"the weight of a {type(module).__name__} is (inputs, outputs, ...), so that the pattern would run along its outputs"
 
 
 def _no_layer_weights(model: nn.Module, protect: tuple[str, ...], include: tuple[str, ...]) -> dict[str, str]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compresskit.base.budget import Budget, check_budget, takes_budget
+from compresskit.base.budget import Budget, Quantity, check_budget, takes_budget
 from compresskit.base.distributed import world_size
 from compresskit.base.errors import SettingError
 from compresskit.base.task import Task
@@ -20,6 +20,8 @@ from compresskit.prune.criteria import WEIGHT_EVIDENCE, Criterion, check_criteri
 from compresskit.prune.masks.maskable import by_tensor, fitting, unmasked_weights
 from compresskit.prune.patterns import UNSTRUCTURED, Pattern, keep_largest
 from compresskit.prune.scores import score_weights
+
+MASK_QUANTITIES: tuple[Quantity, ...] = ("weights",)  # that a budget of masks may be one of
 
 
 def check_pattern(pattern: Any, where: str) -> None:
@@ -32,7 +34,7 @@ def removed_fraction(budget: Budget | None, pattern: Pattern, where: str) -> flo
     """Fraction of the weights to remove, in [0, 1): the budget's, or that of the pattern where it prescribes one."""
     if budget is None and pattern.fixed is not None:
         return pattern.fixed
-    budget = check_budget(budget, f"{where}(budget=...)", ("weights",))
+    budget = check_budget(budget, f"{where}(budget=...)", MASK_QUANTITIES)
     if pattern.fixed is None:
         return budget.removed
     if not math.isclose(budget.removed, pattern.fixed):
@@ -40,7 +42,7 @@ def removed_fraction(budget: Budget | None, pattern: Pattern, where: str) -> flo
     return pattern.fixed
 
 
-@takes_budget
+@takes_budget(*MASK_QUANTITIES)
 def plan_mask(
     model: nn.Module,
     budget: Budget | None = None,
@@ -87,7 +89,7 @@ def plan_mask(
     for name, weight in weights.items():
         if not bool(weight.detach().any()):
             warnings.warn(f"{name}: all of its weights are zero already, so that nothing ranks them", stacklevel=3)
-    scores = score_weights(model, weights, pattern, criterion, task, samples)
+    scores = score_weights(model, weights, pattern, criterion, task, samples, where="plan_mask")
     old = masks_of(model)
     before = {} if old is None else {n: m.to(weights[n].device) for n, m in old.masks.items() if n in weights}
     scores = without(scores, before, pattern)

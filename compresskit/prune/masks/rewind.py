@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from compresskit.base.budget import Budget, Budgeted, remove
+from compresskit.base.budget import Budget, Budgeted, Quantity, remove
 from compresskit.base.errors import SettingError
 from compresskit.base.settings import check_field_types
 from compresskit.base.stage import Stage
@@ -24,7 +24,7 @@ from compresskit.base.task import Task
 from compresskit.graph.masks import Masks
 from compresskit.prune.allocations import Allocation
 from compresskit.prune.criteria import WEIGHT_EVIDENCE, Criterion, check_criterion, l2
-from compresskit.prune.masks.plan_mask import check_pattern, plan_mask, removed_fraction
+from compresskit.prune.masks.plan_mask import MASK_QUANTITIES, check_pattern, plan_mask, removed_fraction
 from compresskit.prune.patterns import UNSTRUCTURED, Pattern
 from compresskit.train.lr import tail_of
 from compresskit.train.snapshots import rewind_
@@ -90,6 +90,7 @@ class LotteryTicket(Budgeted, Stage):
         pattern, criterion, allocation, protect, include, samples: see `plan_mask`.
     """
 
+    quantities: ClassVar[tuple[Quantity, ...]] = MASK_QUANTITIES
     needs: ClassVar[frozenset[str]] = frozenset({"float"})
     keeps: ClassVar[frozenset[str]] = frozenset({"float"})
 

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from compresskit.base.budget import Budget, Budgeted, remove
+from compresskit.base.budget import Budget, Budgeted, Quantity, remove
 from compresskit.base.errors import SettingError
 from compresskit.base.inputs import calibration_inputs
 from compresskit.base.settings import check_field_types
@@ -23,7 +23,7 @@ from compresskit.prune.allocations import Allocation
 from compresskit.prune.criteria import EVIDENCE, WEIGHT_EVIDENCE, Criterion, check_criterion, l2, needs_of
 from compresskit.prune.masks.gradual import GradualMasks
 from compresskit.prune.masks.maskable import by_tensor, fitting, maskable, unmasked_weights
-from compresskit.prune.masks.plan_mask import check_pattern, plan_mask, removed_fraction
+from compresskit.prune.masks.plan_mask import MASK_QUANTITIES, check_pattern, plan_mask, removed_fraction
 from compresskit.prune.masks.rewind import Rewind
 from compresskit.prune.patterns import UNSTRUCTURED, Pattern
 from compresskit.prune.schedules import RatioSchedule, check_schedule
@@ -53,6 +53,7 @@ class Sparsify(Budgeted, Stage):
         samples: samples for criteria that read data, and for BatchNorm statistics.
     """
 
+    quantities: ClassVar[tuple[Quantity, ...]] = MASK_QUANTITIES
     needs: ClassVar[frozenset[str]] = frozenset({"float"})
     keeps: ClassVar[frozenset[str]] = frozenset({"float"})
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -12,8 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import _WeightNorm
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.weight_norm import WeightNorm
 
 from compresskit.base.errors import CheckpointError, ModelError
+from compresskit.base.files import sealed, unsealed
 from compresskit.graph.masks import masks_of
 from compresskit.graph.surgery import check_is_module, get_tensor, owner, parameter_owners, select_
 
@@ -26,6 +28,9 @@ _MIRRORS: dict[type[nn.Module], tuple[tuple[str, str, int], ...]] = {
     nn.Bilinear: (("out_features", "weight", 0), ("in1_features", "weight", 1), ("in2_features", "weight", 2)),
     nn.Embedding: (("num_embeddings", "weight", 0), ("embedding_dim", "weight", 1)),
 }
+
+#: What a plan changes, whose digest it has; the lines for reading do not count.
+_CHANGES = ("remove", "sizes", "attributes", "scales")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,12 +84,7 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain data that `json.dumps` takes; `from_json` reads it."""
-        record = self._record()
-        return record | {"sha256": _digest(record)}
-
-    def _record(self) -> dict[str, Any]:
-        return {
-            "format": 1,
+        record = {
             "remove": {name: {str(d): list(i) for d, i in dims.items()} for name, dims in self.remove.items()},
             "sizes": {name: list(shape) for name, shape in self.sizes.items()},
             "lines": [vars(line) | {"dependents": list(line.dependents)} for line in self.lines],
@@ -95,12 +95,15 @@ class Plan:
             "attributes": {path: list(values) for path, values in self.attributes.items()},
             "scales": {name: [factor, list(rows)] for name, (factor, rows) in self.scales.items()},
         }
+        return sealed(record, _CHANGES)
 
     @staticmethod
     def from_json(record: Mapping[str, Any]) -> Plan:
         """The plan that `to_json` wrote; CheckpointError where the record is something else, or was changed since."""
+        advice = "plan again, with ratios={layer: ratio} for what shall differ"
+        record = unsealed(record, _CHANGES, "pruning plan", advice)
         try:
-            plan = Plan(
+            return Plan(
                 remove={n: {int(d): tuple(map(int, i)) for d, i in dims.items()} for n, dims in record["remove"].items()},
                 sizes={n: tuple(map(int, shape)) for n, shape in record["sizes"].items()},
                 lines=tuple(PlanLine(**{**line, "dependents": tuple(line["dependents"])}) for line in record["lines"]),
@@ -113,12 +116,6 @@ class Plan:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"not a pruning plan: {type(error).__name__} {error}") from None
-        if "sha256" in record and record["sha256"] != _digest(plan._record()):
-            raise CheckpointError(
-                "the plan was changed after it was made, so nothing proves it; plan again, with ratios={layer: ratio} for what"
-                " shall differ"
-            )
-        return plan
 
     def keep(self, name: str) -> dict[int, Tensor]:
         """The indices of a tensor that stay: dimension -> (kept,) int64."""
@@ -169,9 +166,7 @@ def apply_(model: nn.Module, plan: Plan) -> nn.Module:
 def _keep_weight_norms_(model: nn.Module, plan: Plan) -> None:
     """Scale g of a weight-normalised g v / |v| by what |v| loses with its columns, so that weights that stay do not change."""
     for name, dims in plan.remove.items():
-        path, _, leaf = name.rpartition(".")
-        other = {"original1": "original0", "weight_v": "weight_g"}.get(leaf)
-        if other is None or not isinstance(g := getattr(model.get_submodule(path), other, None), Tensor):
+        if (g := _gain_of(model, name)) is None:
             continue
         v = get_tensor(model, name).detach()
         rows = [d for d in range(v.ndim) if g.ndim != v.ndim or g.shape[d] > 1]
@@ -183,6 +178,17 @@ def _keep_weight_norms_(model: nn.Module, plan: Plan) -> None:
         with torch.no_grad():
             after, before = (torch.linalg.vector_norm(values, dim=others, keepdim=True) for values in (zeroed, v))
             g *= after / before
+
+
+def _gain_of(model: nn.Module, name: str) -> Tensor | None:
+    """The gain g of a tensor that is v of torch's weight norm, new or old; None for all others, whatever their names are."""
+    module, leaf = owner(model, name)
+    if isinstance(module, ParametrizationList):
+        return module.get_parameter("original0") if leaf == "original1" and type(module[0]) is _WeightNorm else None
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, WeightNorm) and leaf == f"{hook.name}_v":
+            return module.get_parameter(f"{hook.name}_g")
+    return None
 
 
 def _tensors_of(module: nn.Module) -> list[Tensor | None]:
@@ -283,12 +289,6 @@ def _shortened(names: Sequence[str]) -> list[str]:
             inside = f"{numbers[0]}-{numbers[-1]}" if gapless else ",".join(map(str, numbers))
             short |= {name: f"{before}{{{inside}}}{after}" for _, name in free}
     return list(dict.fromkeys(short.get(name, name) for name in names))
-
-
-def _digest(record: Mapping[str, Any]) -> str:
-    """SHA-256 of what a plan changes; the lines for reading do not count."""
-    changed = {key: record[key] for key in ("remove", "sizes", "attributes", "scales")}
-    return hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()
 
 
 def as_plan_value(value: Any) -> Any:

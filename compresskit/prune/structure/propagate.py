@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import operator
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +19,11 @@ from compresskit.prune.structure.rules.arithmetic import join_broadcast, rule_el
 from compresskit.prune.structure.rules.base import ChannelPropagation, OperatorCall, RuleResult, tensor_leaves
 from compresskit.prune.structure.rules.parameter_view import ParameterView
 from compresskit.prune.structure.trace import Trace
+
+log = logging.getLogger(__name__)
+
+#: What a rule raises where an operator is called in a way that it does not know. A mistake in a rule raises the same.
+RULE_FAILURES: tuple[type[Exception], ...] = (RuntimeError, LookupError, TypeError, ValueError, AttributeError)
 
 
 def propagate(trace: Trace) -> ChannelPropagation:
@@ -35,7 +42,7 @@ def propagate(trace: Trace) -> ChannelPropagation:
 
 def _propagate_run(state: ChannelPropagation, run: Trace) -> None:
     values: dict[Node, Any] = {}
-    unread = {size: name for name, shape in reversed(state.trace.unread.items()) for size in shape if size > 1}
+    unread = _unread_widths(state.trace)
     last_use = {a: node for node in run.graph.nodes for a in node.all_input_nodes}
     for node in run.graph.nodes:
         values[node] = value = _propagate_node(state, node, values)
@@ -48,10 +55,23 @@ def _propagate_run(state: ChannelPropagation, run: Trace) -> None:
                 del values[used]
 
 
-def _lock_widths(state: ChannelPropagation, value: Tensor, unread: Mapping[int, str]) -> None:
-    """Lock channels that are as many as a parameter has entries that no run has read: other inputs may bring the two together."""
+def _unread_widths(trace: Trace) -> dict[tuple[int, bool], str]:
+    """(size, whether positions count, too) of tensors that no run has read -> a name; a matrix may read both at once."""
+    widths: dict[tuple[int, bool], str] = {}
+    for name, shape in reversed(trace.unread.items()):
+        widths |= {(size, False): name for size in shape if size > 1}
+        if len(shape) == 2:
+            widths[shape[1], True] = name
+    return widths
+
+
+def _lock_widths(state: ChannelPropagation, value: Tensor, unread: Mapping[tuple[int, bool], str]) -> None:
+    """Lock channels that are as many as a tensor has entries that no run has read, alone or with the positions behind them: other
+    inputs may bring the two together.
+    """
     for dim in varying_dims(value):
-        if (name := unread.get(value.shape[dim])) is not None:
+        sizes = (value.shape[dim], False), (math.prod(value.shape[dim:]), True), (math.prod(value.shape[1:]), True)
+        if (name := next((unread[size] for size in sizes if size in unread), None)) is not None:
             state.sets.lock(
                 value,
                 f"as wide as {state.trace.name_prefix}{name}, which the model does not read on the example"
@@ -85,8 +105,9 @@ def _run_rule(call: OperatorCall) -> RuleResult:
         return call.lock_inputs(f"no rule for {call.target} ({call.path or 'the model'})")
     try:
         result = rule(call)
-    except (RuntimeError, LookupError, TypeError, ValueError, AttributeError):
-        return call.lock_inputs()  # an operator called in a way that its rule does not know is one without a rule
+    except RULE_FAILURES as error:  # an operator called in a way that its rule does not know is one without a rule
+        log.debug("the rule of %s (%s) failed: %s: %s", call.target, call.path or "the model", type(error).__name__, error)
+        return call.lock_inputs()
     if _has_wrong_shape(call, result):
         return call.lock_inputs()
     if call.node.meta.get("aliased") and isinstance(result, Tensor) and isinstance(call.args[0], Tensor):

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from compresskit.base.errors import named_first_line
 from compresskit.base.inputs import AnyInputs, as_inputs
 from compresskit.base.task import Inputs, call, first_rows
+from compresskit.graph.differences import any_finite, relative_difference
 from compresskit.graph.surgery import copy_model, mode
 from compresskit.prune.evidence import watched_calls
 from compresskit.prune.structure.cuts import CutRecorder
@@ -32,7 +34,7 @@ TRAINING_TOLERANCE = 100  # times as much in train mode, where BatchNorm divides
 LARGE_MODEL = 150_000_000  # parameters above which the proof runs in float32, so that the copy fits
 SINGLE_SAMPLE_MODEL = 30_000_000  # parameters above which one sample has to do, where the model takes one
 PROOF_ROWS = 8  # of a larger batch, where the model takes so few: more rows run through the same channels
-FEW_OUTPUTS = 64  # values; with fewer, layers inside the model are compared too
+MOST_INNER_VALUES = 2**16  # of a call of a layer inside the model that are compared, at random places
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +55,8 @@ def prove(model: nn.Module, plan: Plan, example: AnyInputs) -> str | None:
 
     The pruned copy must run in train and eval mode and give what the zeroed copy gives: in float64, or in float32 for a model
     that makes its own float32 values and so cannot run in float64. Noise is the same in both, and parameters and inputs that are
-    constant (zeros) get other values. In train mode values are compared where the model needs nothing but its inputs.
+    constant (zeros) get other values. Layers that keep all their outputs are compared, too: outputs that are filled, saturated or
+    few say little. In train mode values are compared where the model needs nothing but its inputs.
 
     Args:
         model: the dense model. plan: what to remove from it. example: its inputs.
@@ -143,18 +146,21 @@ def _compare_copies(
         if inputs is not example and not _runs(zeroed, inputs):
             inputs = example
         with torch.inference_mode(), repeatable(zeroed), statistics:
-            expected = _run_outputs(zeroed, inputs, unchanged)
+            expected = _run(zeroed, inputs, unchanged)
     except Exception as error:
         if tolerance == FLOAT64_TOLERANCE:
             raise _NotInFloat64 from None
         return Failure(reason=f"the model does not run with zeros: {named_first_line(error)}")
+    if expected.says_nothing():
+        return Failure(reason="no output of the model is finite on the example, so that nothing can be compared")
     training = _training_run(zeroed, inputs, statistics)
     pruned = apply_(zeroed, plan)
     paths = [""]
     try:
         with torch.inference_mode(), running_modules(pruned, paths), repeatable(pruned):
-            got = _run_outputs(pruned, inputs, unchanged)
-        if (failure := _difference(expected, got, tolerance)) is not None:
+            found = _run(pruned, inputs, unchanged)
+        failure = _difference(expected.outputs, found.outputs, tolerance) or _inner_difference(expected, found, tolerance)
+        if failure is not None:
             return failure
         with torch.no_grad(), running_modules(pruned, paths):
             if training is None:
@@ -194,18 +200,44 @@ def _training_run(zeroed: nn.Module, example: Inputs, eval_statistics: MaskedSta
 
 
 def _keeps_outputs(name: str, module: nn.Module, plan: Plan) -> bool:
-    """Whether a layer has weights and none of its outputs is removed."""
+    """Whether a layer has weights and none of its outputs is removed or rescaled."""
     parameters = [f"{name}.{leaf}" if name else leaf for leaf, _ in module.named_parameters(recurse=False)]
     weighted = isinstance(module, nn.modules.conv._ConvNd | nn.Linear)
-    return weighted and not any(0 in plan.remove.get(parameter, {}) for parameter in parameters)
+    return weighted and not any(0 in plan.remove.get(parameter, {}) or parameter in plan.scales for parameter in parameters)
 
 
-def _run_outputs(model: nn.Module, example: Inputs, unchanged: Iterable[str]) -> list[Tensor]:
-    """Outputs of the model; where they are few or none (boxes), also those of the layers that keep all their outputs."""
-    inner: list[Tensor] = []
-    with watched_calls(model, list(unchanged), lambda _path, _module, _x, out: inner.extend(_float_tensors(out))):
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """What a model gave. inner: (path, shape, some of the values) of each call of the layers that keep all their outputs."""
+
+    outputs: list[Tensor]
+    inner: list[tuple[str, torch.Size, Tensor]]
+
+    def says_nothing(self) -> bool:
+        """Whether there are values, and none of them is finite."""
+        values = [*self.outputs, *(v for _, _, v in self.inner)]
+        return any(v.numel() for v in values) and not any_finite(values)
+
+
+def _run(model: nn.Module, example: Inputs, unchanged: Iterable[str]) -> _Run:
+    inner: list[tuple[str, torch.Size, Tensor]] = []
+
+    def visit(path: str, _module: nn.Module, _x: Tensor, out: Any) -> None:
+        with _disable_current_modes():  # they count the operators of the model
+            inner.extend((path, value.shape, _some_values(value)) for value in _float_tensors(out))
+
+    with watched_calls(model, list(unchanged), visit):
         outputs = _float_tensors(call(model, example))
-    return outputs + inner if sum(v.numel() for v in outputs) < FEW_OUTPUTS else outputs
+    return _Run(outputs=outputs, inner=inner)
+
+
+def _some_values(values: Tensor) -> Tensor:
+    """(values,) a copy of all entries, or of as many at the same random places for every tensor of a size."""
+    flat = values.flatten()
+    if len(flat) <= MOST_INNER_VALUES:
+        return flat.clone()  # what follows may write into it
+    places = torch.randint(len(flat), (MOST_INNER_VALUES,), generator=torch.Generator().manual_seed(0))
+    return flat[places.to(flat.device)]
 
 
 def _check_training_mode(pruned: nn.Module, model: nn.Module, example: Inputs) -> None:
@@ -228,21 +260,23 @@ def _difference(expected: list[Tensor], got: list[Tensor], tolerance: float) -> 
     for a, b in zip(expected, got, strict=True):
         if a.shape != b.shape:
             return Failure(reason=f"the pruned model gives {tuple(b.shape)} where the model gives {tuple(a.shape)}")
-        difference, largest = _largest_difference(a, b)
-        if not difference <= tolerance * max(1.0, largest):
-            return Failure(reason=f"removed is not zeroed: the outputs differ by {difference:.2g}")
+        difference = relative_difference(a, b)
+        if not difference <= tolerance:
+            return Failure(reason=f"removed is not zeroed: the outputs differ by {difference:.2g} of their size")
     return None
 
 
-def _largest_difference(a: Tensor, b: Tensor) -> tuple[float, float]:
-    """(the largest difference of two tensors, the largest finite size of the first); equal infinities do not differ."""
-    if not a.numel():
-        return 0.0, 0.0
-    difference = (a - b).abs()
-    if not bool(difference.isfinite().all()):
-        difference = difference.masked_fill((a == b) | (a.isnan() & b.isnan()), 0)
-        a = a.nan_to_num(0, 0, 0)
-    return float(difference.max()), float(a.abs().max())
+def _inner_difference(expected: _Run, found: _Run, tolerance: float) -> Failure | None:
+    """The first layer inside the model that keeps its outputs, and gives others."""
+    if [path for path, _, _ in expected.inner] != [path for path, _, _ in found.inner]:
+        return None  # a layer that is called for each channel, say
+    for (path, shape, a), (_, cut, b) in zip(expected.inner, found.inner, strict=True):
+        if shape != cut:
+            continue  # channels are another dimension there, as in a layer that mixes positions
+        difference = relative_difference(a, b)
+        if not difference <= tolerance:
+            return Failure(reason=f"removed is not zeroed: the outputs of {path} differ by {difference:.2g} of their size")
+    return None
 
 
 def _does_not_run(error: BaseException, paths: list[str]) -> Failure:

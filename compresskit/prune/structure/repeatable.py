@@ -30,6 +30,7 @@ _NOISE |= dict.fromkeys(("bernoulli", "geometric"), 1.0)
 _DROPPED_FRACTIONS = ("p", "dropout", "dropout_p")
 _NOISE_SEED = 0
 _VARIATION = 0.1  # standard deviation of what is added to constant parameters
+_CLOSED = 1e-6  # the largest size of a gate of one entry that lets next to nothing through
 
 
 @contextmanager
@@ -112,13 +113,21 @@ def _without_dropping(func: Any, args: Any, kwargs: Any) -> tuple[list[Any], dic
 
 
 def vary_constants_(model: nn.Module) -> None:
-    """Give parameters whose values are all the same different ones: what stands behind zeros would not reach the outputs."""
+    """Give parameters whose values are all the same different ones: what stands behind zeros would not reach the outputs.
+
+    So for gates of one entry that is 0, as ReZero has them, and for buffers of zeros.
+    """
     noise = torch.Generator().manual_seed(_NOISE_SEED)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.is_floating_point() and _is_constant(parameter):
-                added = torch.randn(parameter.shape, generator=noise, dtype=parameter.dtype)
-                parameter.add_(added.to(parameter.device), alpha=_VARIATION)
+        for values in (*model.parameters(), *model.buffers()):
+            if not values.is_floating_point() or not values.numel():
+                continue
+            is_buffer = not isinstance(values, nn.Parameter)
+            if not (_is_closed(values) if is_buffer or values.numel() == 1 else _is_constant(values)):
+                continue
+            added = torch.randn(values.shape, generator=noise, dtype=values.dtype)
+            # Of buffers the code may take the root: they stay positive.
+            values.add_((added.abs() if is_buffer else added).to(values.device), alpha=_VARIATION)
 
 
 def varied_inputs(example: Inputs) -> Inputs:
@@ -145,3 +154,7 @@ def _is_constant(values: Tensor) -> bool:
         return False
     low, high = values.detach().aminmax()
     return bool(low == high)
+
+
+def _is_closed(values: Tensor) -> bool:
+    return float(values.detach().abs().max()) <= _CLOSED

@@ -39,8 +39,8 @@ class Trace:
         shapes of the results of an operator with several.
     module: the traced part of the user's model. prefix: its dotted path, "" for the whole model.
     example: the inputs, two samples where the model takes so few. shapes: shape of every node whose value is a tensor.
-    other_runs: the same in train mode and on other inputs, where one run in eval mode does not read all parameters.
-    unread: parameters that no run has read, and their shapes; on other inputs the model may read them.
+    other_runs: the same in train mode and on other inputs, where one run in eval mode does not read all tensors.
+    unread: parameters and buffers that no run has read, and their shapes; on other inputs the model may read them.
     """
 
     graph: fx.Graph
@@ -65,9 +65,9 @@ class Trace:
 def trace_model(model: nn.Module, example: Inputs, *, inside: str | None = None) -> Trace:
     """Run a model, or its submodule `inside`, and record every operator; the model is not changed.
 
-    The run is in eval mode, on two samples where the model takes so few. Where that leaves parameters unread (auxiliary heads,
-    experts, branches), others follow: in train mode, on the whole example, and on the example with its signs changed. Raises
-    ModelError where the model does not run on the example.
+    The run is in eval mode, on two samples where the model takes so few. Where that leaves parameters or buffers unread (heads,
+    experts, branches, statistics that training writes), others follow: in train mode, on the whole example, and on the example
+    with its signs changed. Raises ModelError where the model does not run on the example.
     """
     whole_model, whole_example = model, example
     try:
@@ -97,9 +97,10 @@ def _first_trace(model: nn.Module, example: Inputs, prefix: str) -> Trace:
 
 
 def _unread(model: nn.Module, runs: Sequence[Trace]) -> dict[str, tuple[int, ...]]:
-    """Parameters that no run has read, and their shapes."""
+    """Parameters and floating point buffers that no run has read, and their shapes."""
     read = {str(n.target) for run in runs for n in run.graph.nodes if n.op == "get_attr"}
-    return {name: tuple(p.shape) for name, p in model.named_parameters() if name not in read}
+    buffers = ((name, b) for name, b in model.named_buffers() if b.is_floating_point() and b.numel() > 1)
+    return {name: tuple(v.shape) for name, v in (*model.named_parameters(), *buffers) if name not in read}
 
 
 def _negated(example: Inputs) -> Inputs:

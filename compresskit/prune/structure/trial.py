@@ -2,7 +2,8 @@
 
 A slightly pruned copy of the model is run; where it fails, the module in which it failed is repaired by the first of these
 assumptions under which it runs: its own attributes follow the width; all that reads one of them gets one width; its heads are
-together as wide as its input; whole heads go. What none of them repairs is locked.
+together as wide as its input; whole heads go. What none of them repairs is locked. Attributes that a plan does not need are left
+as they are: a number of steps may equal a width by chance.
 """
 
 from __future__ import annotations
@@ -79,6 +80,25 @@ class TrialRepair:
         else:
             self.assumptions = self._bisect(failure, analysis)
         return self._analyse()
+
+    def without_idle_attributes(self, plan: Plan, analysis: ChannelAnalysis) -> Plan:
+        """The plan with those attributes alone whose change its proof needs: others equal a width by chance.
+
+        Where the plan itself was not proved, it comes back as it is, or proved without some of them. Attributes of one name in
+        modules of one type are taken back together, and one that its type has alone is not: it was changed because the model did
+        not run without that. Where it is needed, a run shows that, which costs little.
+        """
+        alike: dict[str, dict[str, set[str]]] = {}  # type of module -> attribute -> its names in the plan
+        for path, name in sorted(self.assumptions.attributes):
+            key = self.prefix + (f"{path}.{name}" if path else name)
+            if key in plan.attributes:
+                kind = type(self.trace.module.get_submodule(path)).__qualname__
+                alike.setdefault(kind, {}).setdefault(name, set()).add(key)
+        for keys in (keys for names in alike.values() if len(names) > 1 for keys in names.values()):
+            fewer = replace(plan, attributes={key: sizes for key, sizes in plan.attributes.items() if key not in keys})
+            if try_pruned_copy(self.model, fewer, self.example, analysis) is None and self.prove(fewer, analysis) is None:
+                plan = fewer
+        return plan
 
     def _analyse(self) -> ChannelAnalysis:
         if self._last is not None and _of_channels(self._last.assumptions) == _of_channels(self.assumptions):

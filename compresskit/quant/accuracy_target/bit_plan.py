@@ -46,10 +46,10 @@ class BitBudget:
         """The cost of a width for each layer."""
         return sum(cost[bits] for cost, bits in zip(self.costs, widths, strict=True))
 
-    def fits(self, widths: Sequence[int], most: float | None = None) -> bool:
-        """Whether a width for each layer can be had, and lies within the budget, or within `most`."""
+    def fits(self, widths: Sequence[int]) -> bool:
+        """Whether a width for each layer can be had, and lies within the budget."""
         known = all(bits in cost for cost, bits in zip(self.costs, widths, strict=True))
-        return known and self.of(widths) <= (self.most if most is None else most) * (1 + 1e-9)
+        return known and self.of(widths) <= self.most * (1 + 1e-9)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 from compresskit.base.errors import ModelError
 from compresskit.base.progress import progress_bar
 from compresskit.base.task import Inputs, Task, call
+from compresskit.graph.differences import without_fills
 from compresskit.graph.surgery import get_tensor, mode
 from compresskit.quant.calibration.layer_outputs import IntegerLayer, integer_layers
 from compresskit.quant.calibration.rows import row_count, take_rows
@@ -177,6 +178,7 @@ def _own_loss(output: object, generator: torch.Generator) -> Tensor:
             labels = torch.multinomial(clean.float().softmax(1), 1, generator=generator)[:, 0]
             loss = loss + F.cross_entropy(value, labels)
         else:
+            clean, value = without_fills(clean, value)
             drawn = torch.randn(value.shape, generator=generator).to(clean)
             loss = loss + (value * drawn).sum() / clean.square().mean().sqrt().clamp(min=1e-12)
     return loss

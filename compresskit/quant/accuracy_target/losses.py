@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.task import Inputs, Task, batch_size, call
+from compresskit.graph.differences import without_fills
 from compresskit.graph.surgery import mode
 from compresskit.measure import evaluate
 from compresskit.metrics import OutputAgreement
@@ -77,7 +78,8 @@ class OutputLoss:
         probability = error = 0.0
         for inputs, wanted in zip(self.batches, self.wanted, strict=True):
             rows = batch_size(inputs)
-            pairs = [(a.double(), b.double()) for a, b in zip(wanted, self._outputs(quantized, inputs), strict=True)]
+            outputs = self._outputs(quantized, inputs)
+            pairs = [without_fills(a.double(), b.double()) for a, b in zip(wanted, outputs, strict=True)]
             if self.classes:
                 probability += float(_lost_probability(*pairs[0]))
                 pairs = [(a - a.mean(1, keepdim=True), b - b.mean(1, keepdim=True)) for a, b in pairs]

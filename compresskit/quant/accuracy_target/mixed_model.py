@@ -126,6 +126,7 @@ class MixedQuantized(DynamicallyQuantized):
 
     def deployed(self) -> fx.GraphModule:
         """A copy in ONNX's terms: MatMulInteger and MatMulNBits, side by side."""
+        self.check_weights()
         return deploy_weights(deploy_dynamic(self.converted().body), MATMUL_NBITS_INT8)
 
 

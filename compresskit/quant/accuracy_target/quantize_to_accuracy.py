@@ -31,6 +31,7 @@ from compresskit.base.progress import progress_bar
 from compresskit.base.task import Inputs, call, first_rows, rows_that_run
 from compresskit.export import export_onnx
 from compresskit.graph.capture import Captured, Dynamic, module_path
+from compresskit.graph.differences import without_fills
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor, mode
 from compresskit.measure import input_row_dims, latency, numpy_inputs, run_files, session
@@ -159,7 +160,7 @@ def quantize_to_accuracy(
         with TemporaryDirectory() as folder:
             path = export_onnx(mixed, Path(folder) / "mixed.onnx", data[0])
             outputs = _file_outputs(path, data)
-            error = sum(float((a - b).square().sum()) for a, b in zip(outputs, search.float_outputs, strict=True))
+            error = sum(noise_power(exact, got) for got, exact in zip(outputs, search.float_outputs, strict=True))
             if (reached := decibels(search.signal, error)) >= wanted_sqnr:
                 whole = export_onnx(search.captured.module, Path(folder) / "float.onnx", data[0])
                 ms, float_ms = _timed_on_one(model, (path, whole), data[0], dynamic, max(seconds, 0.5))
@@ -209,7 +210,7 @@ class _PrecisionSearch:
         self.noise: dict[tuple[str, MatrixPrecision], float] = {}
         with torch.no_grad():
             self.float_outputs = [self._outputs(inputs, {}) for inputs in data]
-        self.signal = sum(float(v.square().sum()) for v in self.float_outputs)
+        self.signal = sum(float(without_fills(v, v)[0].square().sum()) for v in self.float_outputs)
 
     def _outputs(self, inputs: Inputs, precisions: Mapping[str, MatrixPrecision]) -> Tensor:
         leaves = pytree.tree_leaves(inputs)
@@ -252,7 +253,7 @@ class _PrecisionSearch:
         """Squared error of the outputs with the given precisions, as a fraction of the float outputs' squared sum."""
         with torch.no_grad():
             error = sum(
-                float((self._outputs(inputs, precisions) - exact).square().sum())
+                noise_power(exact, self._outputs(inputs, precisions))
                 for inputs, exact in zip(self.data, self.float_outputs, strict=True)
             )
         return error / self.signal
@@ -273,6 +274,12 @@ class _PrecisionSearch:
                 break
             chosen[change[0]] = change[1]
         return chosen
+
+
+def noise_power(exact: Tensor, got: Tensor) -> float:
+    """The sum of squared differences; what code fills in is left out."""
+    exact, got = without_fills(exact, got)
+    return float((got - exact).square().sum())
 
 
 def flat_outputs(outputs: Any) -> Tensor:
@@ -303,9 +310,7 @@ def _dynamic_operators(
     def quality(candidate: nn.Module) -> float:
         with torch.no_grad(), mode(candidate, training=False):
             pairs = zip(search.data, search.float_outputs, strict=True)
-            return decibels(
-                search.signal, sum(float((flat_outputs(call(candidate, x)) - exact).square().sum()) for x, exact in pairs)
-            )
+            return decibels(search.signal, sum(noise_power(exact, flat_outputs(call(candidate, x))) for x, exact in pairs))
 
     least = wanted_sqnr - 10 * math.log10(0.25)
     noisy = noisy_lstm_layers(quantized, quality, least)
@@ -352,7 +357,9 @@ def _report(
         for name, precision in precisions.items()
         if (weight := weight_of(search.products[name])) is not None
     )
-    cosine = torch.nn.functional.cosine_similarity(torch.cat(list(outputs)), torch.cat(search.float_outputs), dim=0)
+    cosine = torch.nn.functional.cosine_similarity(
+        *without_fills(torch.cat(search.float_outputs), torch.cat(list(outputs))), dim=0
+    )
     return AccuracyReport(
         matrices=matrices, wanted_sqnr=wanted_sqnr, sqnr=reached, cosine=float(cosine), ms=times[0], float_ms=times[1]
     )

@@ -57,7 +57,7 @@ def input_moments(body: fx.GraphModule, batches: Sequence[Inputs], node: Node) -
     for inputs in batches:
         with torch.no_grad():
             x = _rows(node, run_graph(body, pytree.tree_leaves(inputs), until=node)).float()
-        second = second + (x.T @ x).double()
+        second = second + second_moment(x)
         mean = mean + x.abs().sum(0).double()
         positions += len(x)
     return InputMoments(second / max(positions, 1), (mean / max(positions, 1)).float())
@@ -82,9 +82,18 @@ def patch_moments(body: fx.GraphModule, batches: Sequence[Inputs], conv: Node) -
         x, groups = patches(x, conv, conv.args[1].meta["val"].shape[2:])
         # (batch, *positions, channels, *kernel) -> (groups, rows, inputs)
         rows = x.flatten(0, x.ndim // 2 - 1).unflatten(1, (groups, -1)).transpose(0, 1).flatten(2)
-        second = second + (rows.transpose(1, 2) @ rows).double()
+        second = second + second_moment(rows)
         positions += rows.shape[1]
     return second / max(positions, 1)
+
+
+def second_moment(rows: Tensor) -> Tensor:
+    """The sum of x x^T over rows x: (..., rows, inputs) -> (..., inputs, inputs), float64, summed in fp32 where that holds it."""
+    found = (rows.transpose(-2, -1) @ rows).double()
+    if bool(torch.isfinite(found).all()):
+        return found
+    rows = rows.double()
+    return rows.transpose(-2, -1) @ rows
 
 
 def patches(x: Tensor, conv: Node, kernel: Sequence[int]) -> tuple[Tensor, int]:

@@ -37,4 +37,5 @@ def correct_bias_(quantized: Quantized, batches: Batches) -> int:
                 error += by_channel.sum(1)
                 count += by_channel.shape[1]
             bias.add_(error / count)
+    quantized.make_room_for_biases_()
     return len(layers)

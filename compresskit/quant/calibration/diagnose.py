@@ -17,6 +17,7 @@ from compresskit.base.errors import ModelError
 from compresskit.base.inputs import Batches, first_and_all
 from compresskit.base.task import Inputs, batch_size
 from compresskit.graph.capture import module_path, parameter_name
+from compresskit.graph.differences import without_fills
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import get_tensor, mode
 from compresskit.metrics import decibels
@@ -214,8 +215,9 @@ class _ChannelNoise:
 
     def add(self, clean: Tensor, noisy: Tensor) -> None:
         """See a batch in float and rounded."""
+        clean, noisy = without_fills(clean.double(), noisy.double())
         for place in channel_dims(clean):
-            pair = (clean.double().square(), (clean.double() - noisy.double()).square())
+            pair = (clean.square(), (clean - noisy).square())
             new = torch.stack([channel_sums(squares, place) for squares in pair]).cpu()
             old = self.sums.get(place, torch.zeros_like(new))
             self.sums[place] = old + new if old is not None and old.shape == new.shape else None
@@ -293,8 +295,9 @@ class _NoiseMeter:
 
     def _add(self, name: str, source: str, clean: Tensor, noisy: Tensor) -> None:
         total = self.power.setdefault((name, source), [0.0, 0.0])
-        total[0] += float(clean.double().square().sum())
-        total[1] += float((clean.double() - noisy.double()).square().sum())
+        clean, noisy = without_fills(clean.double(), noisy.double())
+        total[0] += float(clean.square().sum())
+        total[1] += float((clean - noisy).square().sum())
 
     def _add_sources(self, node: Node, pair: Pair, pair_of: Callable[[Node], Pair]) -> None:
         """Compute a layer on float inputs with only its weights rounded, and with only its input rounded."""

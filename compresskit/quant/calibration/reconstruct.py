@@ -35,7 +35,7 @@ from compresskit.quant.calibration.paired_run import Pair
 from compresskit.quant.calibration.rows import shuffled_parts
 from compresskit.quant.calibration.soft_rounding import SoftRounding, fit_scale_
 from compresskit.quant.model import Quantized
-from compresskit.quant.numerics.quantizers import LEAST_SCALE, ActivationQuantizer, BiasQuantizer, Quantizer, WeightQuantizer
+from compresskit.quant.numerics.quantizers import LEARNED_DOWN_TO, ActivationQuantizer, BiasQuantizer, Quantizer, WeightQuantizer
 from compresskit.quant.passes.rounding_boundaries import nudge_scales_
 
 log = logging.getLogger(__name__)
@@ -151,6 +151,7 @@ def _reconstruct_(
             if any(_only_rounded(quantized.body, layer.weight) for layer in block.layers):
                 count += _train_block_(quantized.body, block, settings, frontier, generator)
             frontier.pass_(block)
+    quantized.make_room_for_biases_()
     nudge_scales_(quantized.body)
     with torch.no_grad():
         for layer in layers:
@@ -405,7 +406,8 @@ class _TrainedBlock:
         """Store weights on their grid, and biases."""
         for layer in self.layers:
             soft, weight = self.soft[layer.quantizer], get_tensor(self.body, layer.weight)
-            soft.scale.copy_(soft.scale.clamp(min=LEAST_SCALE).maximum(layer.quantizer.min_scale))
+            least = layer.quantizer.qparams(weight)[0] * LEARNED_DOWN_TO
+            soft.scale.copy_(torch.maximum(soft.scale, least).maximum(layer.quantizer.min_scale))
             weight.copy_(soft(hard=True))
             layer.quantizer.fix_scale_(soft.scale)
         for name, bias in self.biases.items():

@@ -24,6 +24,7 @@ from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.inputs import Batches, first_and_all
 from compresskit.base.task import Inputs, call, copied_tensors
 from compresskit.graph.capture import Captured, Dynamic, capture, module_path
+from compresskit.graph.differences import without_fills
 from compresskit.graph.interpreter import run_graph
 from compresskit.graph.normalize import aten
 from compresskit.graph.quantized import is_quantized
@@ -137,10 +138,11 @@ def keep_function_(
         if not count:
             return 0
         after = _float_outputs(model, captured, inputs)
-        sizes = [_root_mean_square(a) for a in before]
+        pairs = [without_fills(*pair) for pair in zip(before, after, strict=True)]
+        sizes = [_root_mean_square(a) for a, _ in pairs]
         least = SMALL_OUTPUT * max(sizes, default=0.0)
-        pairs = zip(before, after, sizes, strict=True)
-        error = max((_root_mean_square(a - b) / max(size, least, 1e-30) for a, b, size in pairs), default=0.0)
+        errors = [_root_mean_square(a - b) / max(size, least, 1e-30) for (a, b), size in zip(pairs, sizes, strict=True)]
+        error = max(errors, default=0.0)
         if error <= LARGEST_ERROR:
             return count
         for name, values in kept.items():

@@ -84,6 +84,7 @@ class DynamicallyQuantized(Quantized):
 
     def deployed(self) -> fx.GraphModule:
         """A copy in ONNX's terms: integers stored, DynamicQuantizeLinear and MatMulInteger."""
+        self.check_weights()
         return deploy_dynamic(self.converted().body)
 
 

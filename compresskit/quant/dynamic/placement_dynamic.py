@@ -199,10 +199,22 @@ def _reason_for_float(
     product = None if kind == "embedding" else stored_product(node)
     weight = node.args[0] if kind == "embedding" else product.weight if product is not None else None
     if weight is None or parameter_name(weight) is None:
-        return "both of its operands are computed: there is no weight to store"
+        return _reason_without_matrix(node)
     if kind == "conv" and node.target is aten.conv3d.default:
         return "ONNX Runtime has no integer kernel for three-dimensional convolutions"
     recorded = _recorded_zeros.get()
     if recorded is not None:
         return ALL_ZERO if node.name in recorded else None
     return None if bool(get_tensor(module, str(parameter_name(weight))).any()) else ALL_ZERO
+
+
+def _reason_without_matrix(node: Node) -> str:
+    """Why a product has no stored matrix that it could be multiplied by in integers."""
+    if node.target is aten.addmm.default and any(node.kwargs.get(name, 1) != 1 for name in ("alpha", "beta")):
+        return "it scales an operand (alpha, beta)"
+    operands = [value for value in node.args[:3] if isinstance(value, fx.Node)][-2:]
+    stored = [value for value in operands if parameter_name(value) is not None]
+    if stored and DYNAMIC_KINDS.get(node.target) in ("linear", "matmul"):
+        shape = list(stored[-1].meta["val"].shape)
+        return f"its stored weight, of shape {shape}, is not a matrix on the right, which alone an integer product takes"
+    return "both of its operands are computed: there is no weight to store"

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import nn
 
+from compresskit.base.errors import SettingError
 from compresskit.base.inputs import Batches, first_and_all
+from compresskit.base.settings import check_field_types
 from compresskit.base.stage import Stage
 from compresskit.base.task import Inputs, Task, first_rows, rows_that_run
-from compresskit.graph.capture import Dynamic
+from compresskit.graph.capture import Dynamic, check_dynamic
 from compresskit.measure import few_rows, input_row_dims, run_once
 from compresskit.quant.dynamic.insert_dynamic import DynamicallyQuantized, build_dynamic
 from compresskit.quant.dynamic.noisy_layers import LEAST_OF_OUTPUTS, noisy_lstm_layers
-from compresskit.quant.dynamic.placement_dynamic import DEFAULT_OPERATORS
+from compresskit.quant.dynamic.placement_dynamic import DEFAULT_OPERATORS, DYNAMIC_KINDS
 from compresskit.quant.effort.samples import OutputError
 from compresskit.quant.numerics.scheme import Scheme
 from compresskit.quant.numerics.targets import X86, Target, check_target
@@ -23,6 +25,30 @@ from compresskit.quant.numerics.targets import X86, Target, check_target
 log = logging.getLogger(__name__)
 
 COMPARED_ROWS = 8  # of the example, where the model takes so few: the outputs on them are compared with the float model's
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicSettings:
+    """Settings of dynamic quantization; `quantize_dynamic` explains them."""
+
+    target: Target = X86
+    weights: Scheme | None = None
+    operators: tuple[str, ...] = DEFAULT_OPERATORS
+    skip: tuple[str, ...] = ()
+    dynamic: Dynamic = (0,)
+
+    def check(self, where: str) -> None:
+        """Raise SettingError, which begins with `where`, for a setting out of range."""
+        check_field_types(self, where)
+        check_target(self.target, where)
+        check_dynamic(self.dynamic, f"{where}(dynamic=...)")
+        if not isinstance(self.weights, Scheme | None):
+            raise SettingError(
+                f"{where}(weights=...): wanted a number format such as ck.quant.Scheme(signed=True, symmetric=True), or None for"
+                f" the target's, got {self.weights!r}"
+            )
+        if unknown := sorted(set(self.operators) - set(DYNAMIC_KINDS.values())):
+            raise SettingError(f"{where}(operators={unknown}): dynamic quantization knows {sorted(set(DYNAMIC_KINDS.values()))}")
 
 
 def quantize_dynamic(
@@ -59,10 +85,10 @@ def quantize_dynamic(
     Raises DataError where there is no batch; ModelError where the model cannot be captured, is quantized already, or has nothing
     to quantize; SettingError for names that it does not have.
     """
-    check_target(target, "quantize_dynamic")
+    settings = DynamicSettings(target=target, weights=weights, operators=operators, skip=skip, dynamic=dynamic)
+    settings.check("quantize_dynamic")
     example, _ = first_and_all(batches, "quantize_dynamic")
-    settings: dict[str, Any] = {"weights": weights, "operators": operators, "skip": skip, "dynamic": dynamic}
-    quantized = build_dynamic(model, example, target, **settings)
+    quantized = build_dynamic(model, example, **vars(settings))
     error = OutputError(model, [_compared_rows(model, quantized, example)], None)
     if not error.outputs[0]:
         log.info(
@@ -72,14 +98,25 @@ def quantize_dynamic(
     noisy = noisy_lstm_layers(quantized, error.decibels)
     if noisy:
         log.warning("quantize_dynamic: left in float: %s", ", ".join(f"{name} ({reason})" for name, reason in noisy.items()))
-        quantized = build_dynamic(model, example, target, floating=noisy, **settings)
-    if (reached := error.decibels(quantized)) < LEAST_OF_OUTPUTS:
+        quantized = build_dynamic(model, example, floating=noisy, **vars(settings))
+    _warn_of_loss(error, quantized)
+    return quantized
+
+
+def _warn_of_loss(error: OutputError, quantized: DynamicallyQuantized) -> None:
+    """Log what rounding leaves of the outputs where that is little."""
+    reached = error.decibels(quantized)
+    if reached < LEAST_OF_OUTPUTS and not all(bool(output.isfinite().all()) for output in error.outputs[0]):
+        log.warning(
+            "quantize_dynamic: the outputs of the float model on the example are nan or infinite, by which nothing that rounding"
+            " loses can be judged; clean the data"
+        )
+    elif reached < LEAST_OF_OUTPUTS:
         log.warning(
             "quantize_dynamic: the outputs on the example have %.1f dB against those of the float model; `quantize_to_accuracy`"
             " leaves float what costs most",
             reached,
         )
-    return quantized
 
 
 def _compared_rows(model: nn.Module, quantized: DynamicallyQuantized, example: Inputs) -> Inputs:
@@ -94,20 +131,15 @@ def _compared_rows(model: nn.Module, quantized: DynamicallyQuantized, example: I
 
 
 @dataclass(frozen=True, kw_only=True)
-class DynamicQuant(Stage):
+class DynamicQuant(DynamicSettings, Stage):
     """Quantize a trained model dynamically, as `quantize_dynamic` does; the settings are the same."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"float"})
     keeps: ClassVar[frozenset[str]] = frozenset({"dense"})
 
-    target: Target = X86
-    weights: Scheme | None = None
-    operators: tuple[str, ...] = DEFAULT_OPERATORS
-    skip: tuple[str, ...] = ()
-    dynamic: Dynamic = (0,)
-
     def __post_init__(self) -> None:
-        check_target(self.target, "DynamicQuant")
+        self.check("DynamicQuant")
+        check_field_types(self)
 
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         model, example = model.to(task.device).eval(), task.example()

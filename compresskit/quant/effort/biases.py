@@ -38,6 +38,7 @@ def correct_biases_(quantized: Quantized, inputs: Inputs) -> int:
 
     with mode(quantized, training=False), torch.no_grad():
         run_float_and_quantized(quantized.body, inputs, visit, float_weights)
+    quantized.make_room_for_biases_()
     return len(layers)
 
 
@@ -68,4 +69,5 @@ def correct_weight_errors_(quantized: Quantized, inputs: Inputs) -> int:
         run_graph(body, pytree.tree_leaves(inputs), compute=compute)
         for name, error in errors:  # in the end, for the float values must be those of the biases as they were
             get_tensor(body, name).add_(error)
+    quantized.make_room_for_biases_()
     return len(errors)

@@ -72,8 +72,8 @@ def least_noise_factors(
             memory, all of them at once.
         rounded: names of the nodes whose values are rounded.
 
-    Returns the factor of each root of `ChannelTies` that may have one. Raises RuntimeError, as torch does, for an operator
-    without a derivative.
+    Returns the factor of each root of `ChannelTies` that may have one, 1 for all where the noise is too large for fp32. Raises
+    RuntimeError, as torch does, for an operator without a derivative.
     """
     ties = ChannelTies(module)
     free = sorted(ties.free_roots())
@@ -96,6 +96,8 @@ def least_noise_factors(
         with torch.enable_grad():
             a = torch.cat([logs.exp(), torch.ones(1)])
             loss = torch.stack([part.noise(a) for part in parts]).sum().log()
+        if not math.isfinite(float(loss.detach())):  # fp32 does not hold the squares of such values, and says nothing about them
+            return dict.fromkeys(free, 1.0)
         (logs.grad,) = torch.autograd.grad(loss, [logs])
         optimizer.step()
         with torch.no_grad():

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from compresskit.base.errors import DataError
 from compresskit.base.task import Inputs, batch_size, call, shapes_of
 from compresskit.graph.capture import Dynamic
+from compresskit.graph.differences import without_fills
 from compresskit.graph.surgery import call_unmoved, mode
 from compresskit.metrics import decibels
 from compresskit.quant.calibration.rows import in_chunks, kinds_of_channels, parts_by_kind, row_count, take_rows
@@ -98,7 +99,7 @@ class OutputError:
         """rows: of a part, at most; None for the batches as they are."""
         self.model, self.batches = model, list(batches) if rows is None else list(in_chunks(batches, rows))
         whole = [self._leaves(inputs) for inputs in self.batches]
-        self._kinds = [kinds_of_channels(each) for each in zip(*whole, strict=True)]
+        self._kinds = [kinds_of_channels([without_fills(v, v)[0] for v in each]) for each in zip(*whole, strict=True)]
         self.outputs = [self._split(leaves) for leaves in whole]
         self._has_rows: bool | None = None
 
@@ -142,8 +143,9 @@ class OutputError:
         with torch.no_grad(), mode(model, training=False):
             for inputs, wanted in zip(self.batches, self.outputs, strict=True):
                 for total, a, b in zip(power, wanted, self.outputs_of(call(model, inputs)), strict=True):
-                    total[0] += float(a.double().square().sum())
-                    total[1] += float((a.double() - b.double()).square().sum())
+                    a, b = without_fills(a.double(), b.double())
+                    total[0] += float(a.square().sum())
+                    total[1] += float((a - b).square().sum())
         return [noise / max(signal, 1e-300) for signal, noise in power]
 
     def decibels(self, model: nn.Module) -> float:

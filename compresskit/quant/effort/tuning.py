@@ -11,6 +11,7 @@ from compresskit.base.errors import SettingError
 from compresskit.base.inputs import Batches, first_and_all
 from compresskit.base.progress import progress_bar
 from compresskit.base.task import call
+from compresskit.graph.differences import without_fills
 from compresskit.graph.masks import masks_of
 from compresskit.graph.surgery import mode
 from compresskit.quant.calibration.rows import row_count
@@ -83,7 +84,8 @@ def minimise_error_(
         seed: of the choice of rows.
     """
     weights = [1 / max(value, 1e-12) for value in error.of(quantized)]
-    powers = [sum(float(o[i].double().square().mean()) for o in error.outputs) / len(error.outputs) for i in range(len(weights))]
+    real = [[without_fills(value.double(), value.double())[0] for value in outputs] for outputs in error.outputs]
+    powers = [sum(float(o[i].square().mean()) for o in real) / len(real) for i in range(len(weights))]
     groups = _groups(quantized, weight_rate, scale_rate)
     zeros = _zeros(quantized)
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99))
@@ -97,10 +99,11 @@ def minimise_error_(
             whole = count is None or len(rows) == count
             inputs, wanted = (error.batches[part], error.outputs[part]) if whole else error.rows_of(part, rows)
             outputs = error.outputs_of(call(quantized, inputs))
+            pairs = [without_fills(*pair) for pair in zip(wanted, outputs, strict=True)]
             losses = [
-                w * (a - b).square().mean() / max(p, 1e-30)
-                for a, b, w, p in zip(outputs, wanted, weights, powers, strict=True)
-                if a.requires_grad
+                w * (b - a).square().mean() / max(p, 1e-30)
+                for (a, b), w, p in zip(pairs, weights, powers, strict=True)
+                if b.requires_grad
             ]
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * 0.5 * (1 + math.cos(math.pi * step / steps))
@@ -113,6 +116,7 @@ def minimise_error_(
     for activation in quantized.activation_quantizers():
         if isinstance(activation.scale, nn.Parameter):
             activation.learn_(on=False)
+    quantized.make_room_for_biases_()
 
 
 def _groups(quantized: Quantized, weight_rate: float, scale_rate: float) -> list[dict[str, object]]:

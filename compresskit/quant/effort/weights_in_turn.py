@@ -16,7 +16,7 @@ from compresskit.graph.interpreter import ValueOf, execute, run_graph
 from compresskit.graph.masks import masks_of
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor, mode
-from compresskit.quant.calibration.activation_statistics import patches
+from compresskit.quant.calibration.activation_statistics import patches, second_moment
 from compresskit.quant.calibration.layer_outputs import IntegerLayer, integer_layers
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.error_feedback import rounded_in_turn
@@ -75,7 +75,7 @@ class _Moment:
         count, wanted = math.prod(places), math.ceil(share * max(least, each * self.inputs))
         chosen = torch.arange(count) if count <= wanted else torch.randint(count, (wanted,), generator=generator)
         rows = x[torch.unravel_index(chosen, places)].unflatten(1, (groups, -1)).transpose(0, 1).flatten(2).float()
-        self.total = (0 if self.total is None else self.total) + (rows.transpose(1, 2) @ rows).double()
+        self.total = (0 if self.total is None else self.total) + second_moment(rows)
         self.positions += len(chosen)
 
 

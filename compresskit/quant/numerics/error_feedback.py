@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from compresskit.base.errors import DataError
+
 USUAL_DAMPING = 0.01
 
 
@@ -81,13 +83,23 @@ def _inverse_factors(moments: Tensor, damping: float) -> Tensor:
 
 
 def _inverse_factor(moment: Tensor, damping: float) -> Tensor:
-    """The upper Cholesky factor of the inverse of the damped moment; an input that is always zero is treated as independent."""
+    """The upper Cholesky factor of the inverse of the damped moment; an input that is always zero is treated as independent.
+
+    Raises DataError for a moment that is not finite, which no damping would help.
+    """
     diagonal = moment.diagonal()
+    if not bool(torch.isfinite(moment).all()):
+        raise DataError(
+            "second moments of the values that a layer reads are wanted for its rounding, and are nan or infinite; clean the"
+            " calibration data, or round this layer to nearest"
+        )
     typical = diagonal.mean().clamp(min=1e-30)
     moment = moment + torch.diag(torch.where(diagonal > 0, damping * typical, typical))
     while True:
         factor, failed = torch.linalg.cholesky_ex(moment)
         if not failed:
-            return torch.linalg.cholesky(torch.cholesky_inverse(factor), upper=True)
+            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(factor), upper=True)
+        if not failed:
+            return upper
         moment = moment + torch.diag(torch.full_like(diagonal, float(damping * typical)))
         damping *= 2

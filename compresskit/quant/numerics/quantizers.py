@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +19,20 @@ from compresskit.base.errors import DataError
 from compresskit.export.ops.quantize import dequantize_linear, quantize_linear
 from compresskit.quant.numerics.observers import MinMax, MovingAverage, Observer, extremes
 from compresskit.quant.numerics.saturation import ChangedPairs, FitPairs, PairPacking
-from compresskit.quant.numerics.scheme import Scheme, affine, anchored, channelwise, fake_quantize, row_of, signs, to_integers
+from compresskit.quant.numerics.scheme import (
+    Scheme,
+    affine,
+    anchored,
+    channelwise,
+    fake_quantize,
+    kept_above,
+    row_of,
+    signs,
+    to_integers,
+)
 
-LEAST_SCALE = 1e-12  # lower bound of a learned scale
+LEARNED_DOWN_TO = 1 / 64  # of its first value a learned scale has at least: at zero no step of training would reach it any more
+LARGEST_BIAS = 2.0**31 - 2**8  # in steps: the largest fp32 below 2^31 that int32 can hold
 
 
 class Quantizer(nn.Module):
@@ -36,6 +48,15 @@ class Quantizer(nn.Module):
         """The output while rounding is switched off."""
         return x
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """As `nn.Module` moves its tensors to another device; their dtype stays, whatever `half()` makes of the weights."""
+
+        def moved(value: Tensor) -> Tensor:
+            new = fn(value)
+            return new if new.dtype == value.dtype else value.to(new.device)
+
+        return super()._apply(moved, recurse)  # type: ignore[no-any-return, no-untyped-call]
+
 
 class ActivationQuantizer(Quantizer):
     """Rounds an activation with one scale and zero point for the tensor.
@@ -47,11 +68,12 @@ class ActivationQuantizer(Quantizer):
     label: name of the operator whose result is rounded, for messages.
 
     `observing`: the observer sees the values that pass, and in train mode the range follows it. `learn_` makes the scale a
-    parameter.
+    parameter, which counts as `least` where it is trained below that.
     """
 
     scale: Tensor
     zero_point: Tensor
+    least: Tensor
     offset: nn.Parameter | None
 
     def __init__(
@@ -67,16 +89,17 @@ class ActivationQuantizer(Quantizer):
         self.observing = False
         self.register_buffer("scale", torch.tensor(1.0))
         self.register_buffer("zero_point", torch.tensor(0, dtype=torch.int32))
+        self.register_buffer("least", torch.tensor(0.0), persistent=False)
         self.register_parameter("offset", None)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.enabled:
             x = self.unrounded(x)
-            if self.observing:
+            if self.observing and x.numel():
                 self.observer.update(x.detach().reshape(1, -1))
             return x
-        # Once rounding is on, evaluation must not move the range.
-        if self.observing and self.training:
+        # Once rounding is on, evaluation must not move the range, nor does a batch without rows.
+        if self.observing and self.training and x.numel():
             self.observer.update(self._observed(x.detach()))
             self.freeze_range_()
         factor = 1.0
@@ -119,9 +142,9 @@ class ActivationQuantizer(Quantizer):
         return [end for end in (observer.low, observer.high) if end is not None]
 
     def effective_scale(self) -> Tensor:
-        """The scale that rounding uses; a learned one is kept above zero."""
+        """The scale that rounding uses; a learned one is kept well above zero."""
         if isinstance(self.scale, nn.Parameter):
-            return self.scale.clamp(min=LEAST_SCALE)
+            return kept_above(self.scale, self.least)
         # The scale of a quantizer called several times changes between the calls; each needs its own for the gradient.
         return self.scale.clone() if self.observing else self.scale
 
@@ -137,6 +160,7 @@ class ActivationQuantizer(Quantizer):
         else:
             scale, zero_point = anchored(low[0], high[0], self.scheme, self.anchor)
         self.scale.copy_(scale)
+        self.least.copy_(scale * (LEARNED_DOWN_TO if isinstance(self.scale, nn.Parameter) else 0))
         self.zero_point.copy_(zero_point)
 
     def _check(self, low: float, high: float) -> None:
@@ -156,9 +180,9 @@ class ActivationQuantizer(Quantizer):
         if on and offset and self.anchor is None and self.clamp is None and not self.scheme.symmetric:
             self.offset = nn.Parameter(((self.scheme.low - self.zero_point) * self.scale).detach().clone())
         if self.anchor is None:
-            _replace_tensor(
-                self, "scale", nn.Parameter(self.scale.detach().clone()) if on else self.effective_scale().detach().clone()
-            )
+            scale = self.effective_scale().detach().clone()
+            self.least.copy_(scale * (LEARNED_DOWN_TO if on else 0))
+            _replace_tensor(self, "scale", nn.Parameter(scale) if on else scale)
 
     def extra_repr(self) -> str:
         sign = "int" if self.scheme.signed else "uint"
@@ -169,7 +193,7 @@ class ActivationQuantizer(Quantizer):
         new.observing, new.enabled = self.observing, self.enabled
         _replace_tensor(new, "scale", copy.deepcopy(self.scale, memo))
         new.offset = copy.deepcopy(self.offset, memo)
-        new.zero_point = self.zero_point.clone()
+        new.zero_point, new.least = self.zero_point.clone(), self.least.clone()
         new.training = self.training
         memo[id(self)] = new
         return new
@@ -194,6 +218,7 @@ class WeightQuantizer(Quantizer):
     """Rounds a weight, with scales from the extremes of each channel along `axis`, recomputed whenever the weight changes.
 
     scale: of each channel, or one; 0 while it follows the weight. `learn_` makes it a parameter, `fix_scale_` sets a constant.
+    least: what a learned scale counts as where it is trained below that.
     min_scale: lower bound of each scale. Where the weights of a channel are tiny, the bias, in steps of their scale, would
         exceed int32.
     scale_factor: factor of each scale, 1 or slightly more, that keeps results away from rounding boundaries (see
@@ -203,6 +228,7 @@ class WeightQuantizer(Quantizer):
     """
 
     scale: Tensor
+    least: Tensor
     min_scale: Tensor
     scale_factor: Tensor
     correction: Tensor | None
@@ -213,6 +239,7 @@ class WeightQuantizer(Quantizer):
         self.register_buffer("correction", None)
         for name, value in (("scale", 0.0), ("min_scale", 0.0), ("scale_factor", 1.0)):
             self.register_buffer(name, torch.full((channels,) if scheme.per_channel else (), value))
+        self.register_buffer("least", torch.zeros_like(self.scale), persistent=False)
 
     def pack_(self, packing: PairPacking | None, weight: Tensor) -> None:
         """Let the pairs of one more layer that reads the weight fit; None of a layer that adds none."""
@@ -251,7 +278,7 @@ class WeightQuantizer(Quantizer):
     def _chosen(self, scale: Tensor) -> Tensor:
         """The learned or fixed scale, or, where there is none, the given one of the weight."""
         if isinstance(self.scale, nn.Parameter):
-            return self.scale.clamp(min=LEAST_SCALE).maximum(self.min_scale) * self.scale_factor
+            return kept_above(self.scale, self.least).maximum(self.min_scale) * self.scale_factor
         return torch.where(self.scale > 0, self.scale, scale).maximum(self.min_scale) * self.scale_factor
 
     def _mean_size(self, weight: Tensor) -> Tensor:
@@ -311,6 +338,7 @@ class WeightQuantizer(Quantizer):
             mean = weight.detach().float().abs().mean(axes)
             first = 2 * mean / self.scheme.high**0.5
             scale = nn.Parameter(torch.where(first > 0, torch.minimum(first, scale), scale))
+        self.least.copy_(scale.detach() * (LEARNED_DOWN_TO if on else 0))
         _replace_tensor(self, "scale", scale)
         self.scale_factor.fill_(1)
 
@@ -355,10 +383,14 @@ class BiasQuantizer(Quantizer):
         """The scale, (channels,) or a scalar."""
         return (self.grid[0].effective_scale() * self.grid[1].qparams(weight)[0]).detach()
 
+    def fits(self, bias: Tensor, weight: Tensor) -> bool:
+        """Whether int32 holds the bias."""
+        return bool((bias.detach().float().abs() <= LARGEST_BIAS * self.scale(weight)).all())
+
     def make_room_(self, bias: Tensor) -> None:
         """Raise the lower bound of the weight's scale so that this bias, and one twice as large, fits in int32."""
         activation, weight = self.grid
-        least = bias.detach().float().abs() / (activation.scale * 2.0**30)
+        least = bias.detach().float().abs() / (activation.effective_scale().detach() * 2.0**30)
         weight.min_scale.copy_(torch.maximum(weight.min_scale, least if weight.min_scale.ndim else least.max()))
 
     def forward(self, bias: Tensor, weight: Tensor) -> Tensor:
@@ -449,6 +481,5 @@ def deployed_weight(quantizer: WeightQuantizer, weight: Tensor) -> DeployedConst
 def deployed_bias(quantizer: BiasQuantizer, bias: Tensor, weight: Tensor) -> DeployedConstant:
     """The bias as stored int32."""
     step = quantizer.scale(weight)
-    limit = 2.0**31 - 2**8  # the largest fp32 below 2^31 that int32 can hold
-    integers = torch.round(bias.detach().float() / step).clamp(-limit, limit).to(torch.int32)
+    integers = torch.round(bias.detach().float() / step).clamp(-LARGEST_BIAS, LARGEST_BIAS).to(torch.int32)
     return DeployedConstant(integers, step, None, 0)

@@ -279,6 +279,26 @@ class _RoundToSign(torch.autograd.Function):
         return passed, (total * ctx.gradient_scale).to(scale.dtype).view_as(scale), None
 
 
+def kept_above(scale: Tensor, least: Tensor) -> Tensor:
+    """A learned scale, where it is smaller than `least` that; there it gets only the gradient of steps that enlarge it."""
+    return _KeptAbove.apply(scale, least)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _KeptAbove(torch.autograd.Function):
+    """max(scale, least), for which torch's own gradient is 0 below: a scale that gets there would never come back."""
+
+    @staticmethod
+    def forward(ctx: Any, scale: Tensor, least: Tensor) -> Tensor:
+        ctx.save_for_backward(scale < least)
+        return torch.maximum(scale, least)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (below,) = ctx.saved_tensors
+        return torch.where(below, grad.clamp(max=0), grad), None
+
+
 def signs(x: Tensor) -> Tensor:
     """1 where x >= 0, else -1, in the dtype of x."""
     return torch.where(x >= 0, 1.0, -1.0).to(x.dtype)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from torch import fx
 
 from compresskit.base.errors import SettingError
 from compresskit.graph.capture import module_path, parameter_name
-from compresskit.graph.layers.stored import CONVS
+from compresskit.graph.layers.stored import CONVS, each_dimension
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor
 from compresskit.quant.numerics.bit_widths import TARGET_BITS, Bits, BitWidths, bits_of_layer, check_bit_names, check_target_takes
@@ -249,11 +248,5 @@ def _packing(node: Node, shape: tuple[int, ...], source: ActivationQuantizer | D
     if node.target not in CONVS:
         return PairPacking(nonnegative=nonnegative)
     given = [*node.args[3:7], *(1, 0, 1, 1)[max(0, len(node.args) - 3) :]]
-    stride, padding = (_sizes(v, len(shape) - 2) for v in given[:2])
+    stride, padding = (each_dimension(v, len(shape) - 2) for v in given[:2])
     return conv_packing(tuple(shape), int(given[3]), stride, padding, nonnegative=nonnegative)
-
-
-def _sizes(value: Any, count: int) -> tuple[int, ...]:
-    """A size for each spatial dimension, of a number or a list that may have one for all."""
-    sizes = tuple(value) if isinstance(value, list | tuple) else (value,)
-    return sizes * count if len(sizes) == 1 else sizes

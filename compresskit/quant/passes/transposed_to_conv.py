@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, fx, nn
 
 from compresskit.graph.capture import parameter_name
-from compresskit.graph.layers.stored import CONV_OF_RANK, TRANSPOSED_CONVS
+from compresskit.graph.layers.stored import CONV_OF_RANK, TRANSPOSED_CONVS, bias_of, each_dimension
 from compresskit.graph.layers.transposed_convolution import ConvolutionForm, convolution_form
 from compresskit.graph.masks import map_mask_
 from compresskit.graph.normalize import Node, aten, insert_call
@@ -34,16 +33,11 @@ class _Settings:
     def of(cls, node: Node, spatial: int) -> _Settings:
         given = list(node.args[3:])
         stride, padding, output_padding, groups, dilation = given + [1, 0, 0, 1, 1][len(given) :]
-
-        def each(value: Any) -> tuple[int, ...]:
-            values = tuple(value) if isinstance(value, list | tuple) else (value,)
-            return values * spatial if len(values) == 1 else values
-
         return cls(
-            stride=each(stride),
-            padding=each(padding),
-            output_padding=each(output_padding),
-            dilation=each(dilation),
+            stride=each_dimension(stride, spatial),
+            padding=each_dimension(padding, spatial),
+            output_padding=each_dimension(output_padding, spatial),
+            dilation=each_dimension(dilation, spatial),
             groups=groups,
         )
 
@@ -61,7 +55,7 @@ def rewrite_transposed_(module: fx.GraphModule) -> None:
     for weight, nodes in calls.items():
         spatial = get_tensor(module, weight).ndim - 2
         settings = {_Settings.of(node, spatial) for node in nodes}
-        biases = {parameter_name(_bias(node)) if _bias(node) is not None else "" for node in nodes}
+        biases = {parameter_name(bias_of(node)) if bias_of(node) is not None else "" for node in nodes}
         if (
             len(settings) > 1
             or len(biases) > 1
@@ -75,10 +69,6 @@ def rewrite_transposed_(module: fx.GraphModule) -> None:
         chosen = settings.pop()
         if get_tensor(module, weight).shape[0] // chosen.groups >= FEWEST_CHANNELS:
             _rewrite(module, nodes, chosen, weight, bias)
-
-
-def _bias(node: Node) -> Node | None:
-    return node.args[2] if len(node.args) > 2 else None
 
 
 def _calls_that_read(module: fx.GraphModule, name: str) -> set[Node]:
@@ -98,7 +88,7 @@ def _rewrite(module: fx.GraphModule, nodes: list[Node], settings: _Settings, wei
         _replace_parameter_(module, bias, get_tensor(module, bias).detach().repeat_interleave(phases))
         map_mask_(module, bias, lambda mask: mask.repeat_interleave(phases))
     for node in nodes:
-        for read in (node.args[1], _bias(node)):
+        for read in (node.args[1], bias_of(node)):
             if read is not None:
                 read.meta["val"] = node.args[0].meta["val"].new_empty(get_tensor(module, str(parameter_name(read))).shape)
         with module.graph.inserting_before(node):
@@ -118,7 +108,7 @@ def _convolution(node: Node, form: ConvolutionForm, groups: int) -> Node:
         ends = [size for pair in zip(reversed(form.low), reversed(form.high), strict=True) for size in pair]
         x, padding = insert_call(node, aten.constant_pad_nd.default, x, ends), [0] * spatial
     settings = ([1] * spatial, padding, list(form.dilation), groups)
-    return insert_call(node, CONV_OF_RANK[spatial + 2], x, node.args[1], _bias(node), *settings)
+    return insert_call(node, CONV_OF_RANK[spatial + 2], x, node.args[1], bias_of(node), *settings)
 
 
 def _depth_to_space(node: Node, result: Node, form: ConvolutionForm) -> Node:

@@ -14,10 +14,10 @@ import warnings
 import torch
 
 from compresskit.base.task import Inputs, batch_size, call
-from compresskit.graph.surgery import get_tensor, mode
+from compresskit.graph.surgery import mode
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.observers import KnownRange, MinMax
-from compresskit.quant.numerics.quantizers import ActivationQuantizer, BiasQuantizer, WeightQuantizer
+from compresskit.quant.numerics.quantizers import ActivationQuantizer, WeightQuantizer
 from compresskit.quant.passes.unfold_batchnorm import conv_bn_layers
 
 #: Ranges that differ by this factor do not belong together; a trained network's differ by less than 10.
@@ -94,7 +94,4 @@ def _take_ranges_(quantized: Quantized) -> None:
             quantizer.freeze_range_(checked=True)
         if isinstance(quantizer, WeightQuantizer):
             quantizer.min_scale.zero_()
-    for node in quantized.body.graph.nodes:
-        rounding = quantized.body.get_submodule(node.target) if node.op == "call_module" else None
-        if isinstance(rounding, BiasQuantizer):
-            rounding.make_room_(get_tensor(quantized.body, node.args[0].target))
+    quantized.make_room_for_biases_()

@@ -17,13 +17,15 @@ from torch import Tensor, fx, nn
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.inputs import Batches, calibration_inputs, first_and_all
 from compresskit.base.progress import progress_bar
+from compresskit.base.settings import check_field_types
 from compresskit.base.stage import Stage
 from compresskit.base.task import Inputs, Task
-from compresskit.graph.capture import Dynamic
+from compresskit.graph.capture import Dynamic, check_dynamic
 from compresskit.graph.layers.stored import CONVS
 from compresskit.graph.masks import masks_of
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor
+from compresskit.quant.calibrated import check_samples
 from compresskit.quant.calibration.activation_statistics import InputMoments, input_moments, patch_moments
 from compresskit.quant.numerics.block_grid import (
     BlockQuantizer,
@@ -49,6 +51,64 @@ from compresskit.quant.weight_only.weight_model import (
 from compresskit.quant.weight_only.weight_plan import GraphWeight, WeightPlan, WeightRow, sqnr, weights_of
 
 EMBEDDING_SCHEME = BlockScheme(bits=8, block_size=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightSettings:
+    """Settings of weight-only quantization; `quantize_weights` explains them."""
+
+    scheme: WeightScheme = BlockScheme()  # noqa: RUF009  a frozen value
+    rounding: Rounding = round_to_nearest
+    awq: bool = False
+    embeddings: WeightScheme | None = EMBEDDING_SCHEME
+    convolutions: WeightScheme | None = None
+    overrides: Mapping[str, WeightScheme | None] | None = None
+    storage: WeightStorage = DEQUANTIZE_LINEAR
+    skip: tuple[str, ...] = ()
+    dynamic: Dynamic = (0,)
+    strict: bool = False
+
+    def check(self, where: str) -> None:
+        """Raise SettingError, which begins with `where`, for a setting out of range."""
+        if isinstance(self.strict, str) and self.strict == "all":
+            raise SettingError(
+                f'{where}(strict="all"): wanted True or False: products are computed in float here, and "all" is of'
+                " quantize_static and QAT; write strict=True"
+            )
+        check_field_types(self, where)
+        check_dynamic(self.dynamic, f"{where}(dynamic=...)")
+        if not callable(self.rounding) or isinstance(self.rounding, type):
+            raise SettingError(
+                f"{where}(rounding=...): wanted a function such as ck.quant.weight_only.gptq, got {self.rounding!r}"
+            )
+        if not isinstance(self.storage, WeightStorage):
+            raise SettingError(
+                f"{where}(storage=...): wanted a storage such as ck.quant.weight_only.MATMUL_NBITS, got {self.storage!r}"
+            )
+        _check_scheme(self.scheme, f"{where}(scheme=...)")
+        for name in ("embeddings", "convolutions"):
+            if (scheme := getattr(self, name)) is not None:
+                _check_scheme(scheme, f"{where}({name}=...)", " or None for float")
+        if isinstance(self.convolutions, BlockScheme) and self.convolutions.block_size is not None:
+            raise SettingError(
+                f"{where}(convolutions={self.convolutions}): a convolution has one scale for each channel,"
+                " BlockScheme(block_size=None)"
+            )
+        if not isinstance(self.overrides, Mapping | None):
+            raise SettingError(
+                f'{where}(overrides=...): wanted {{"name of a weight": ck.quant.BlockScheme(bits=8, block_size=None)}}, got'
+                f" {self.overrides!r}"
+            )
+        for name, scheme in (self.overrides or {}).items():
+            if scheme is not None:
+                _check_scheme(scheme, f"{where}(overrides={{{name!r}: ...}})", " or None for float")
+
+
+def _check_scheme(scheme: object, where: str, other: str = "") -> None:
+    if not isinstance(scheme, WeightScheme):
+        raise SettingError(
+            f"{where}: wanted a number format, such as ck.quant.BlockScheme(bits=8, block_size=None){other}, got {scheme!r}"
+        )
 
 
 def quantize_weights(
@@ -91,18 +151,30 @@ def quantize_weights(
     Raises DataError where there is no batch or the data holds nan or infinite values; ModelError where the model cannot be
     captured, is quantized already, holds nan, or has no weight to round; SettingError for settings that do not fit it.
     """
-    example, stream = first_and_all(batches, "quantize_weights")
-    captured, origin = capture_for_weights(model, example, skip, dynamic, overridden=overrides or ())
+    settings = WeightSettings(
+        scheme=scheme, rounding=rounding, awq=awq, embeddings=embeddings, convolutions=convolutions, overrides=overrides,
+        storage=storage, skip=skip, dynamic=dynamic, strict=strict,
+    )  # fmt: skip
+    settings.check("quantize_weights")
+    return _quantize_weights(model, batches, settings, "quantize_weights")
+
+
+def _quantize_weights(model: nn.Module, batches: Batches, settings: WeightSettings, where: str) -> WeightQuantized:
+    """What `quantize_weights` returns. where: the function or stage, for messages."""
+    storage, overrides = settings.storage, settings.overrides or {}
+    example, stream = first_and_all(batches, where)
+    captured, origin = capture_for_weights(model, example, tuple(settings.skip), settings.dynamic, overridden=overrides)
     weights = weights_of(captured.module)
-    formats = _number_formats(weights, scheme, embeddings, convolutions, overrides or {}, skip)
-    _refuse_float(type(model).__name__, weights, formats, strict=strict)
+    formats = _number_formats(weights, settings)
+    _refuse_float(type(model).__name__, weights, formats, strict=settings.strict)
     for w in weights:
-        _check_palette(f"quantize_weights: {w.name}", formats.rounded.get(w.name), w.kind, rounding, awq, storage)
+        scheme = formats.rounded.get(w.name)
+        _check_palette(f"{where}: {w.name}", scheme, w.kind, settings.rounding, settings.awq, storage)
     originals = {name: get_tensor(captured.module, name).detach().clone() for name in formats.rounded}
     insert_matrix_quantizers_(captured.module, [w for w in weights if w.name in formats.rounded], formats.rounded)
-    rounder = _WeightRounder(captured.module, formats, rounding, stream)
+    rounder = _WeightRounder(captured.module, formats, settings.rounding, stream)
     with torch.no_grad():
-        rounder.round_(awq=awq)
+        rounder.round_(awq=settings.awq)
     if storage.int8_inputs:
         insert_input_quantizers_(captured.module)
     origin = WeightOrigin(**vars(origin), weights=formats.rounded, storage=storage, scaled=tuple(rounder.scaled))
@@ -121,26 +193,16 @@ class _NumberFormats:
     floating: dict[str, str]
 
 
-def _number_formats(
-    weights: Sequence[GraphWeight],
-    scheme: WeightScheme,
-    embeddings: WeightScheme | None,
-    convolutions: WeightScheme | None,
-    overrides: Mapping[str, WeightScheme | None],
-    skip: tuple[str, ...],
-) -> _NumberFormats:
-    names = {w.name for w in weights}
+def _number_formats(weights: Sequence[GraphWeight], settings: WeightSettings) -> _NumberFormats:
+    names, overrides, skip = {w.name for w in weights}, settings.overrides or {}, settings.skip
     if unknown := sorted(set(overrides) - names):
         raise SettingError(f"overrides={{{unknown[0]!r}: ...}}: the matrices are {sorted(names)}")
     if unknown := [s for s in skip if not any(w.name.startswith(f"{s}.") or w.layer == s for w in weights)]:
         raise SettingError(f"skip={unknown}: no matrix of the model stands in a module of that name")
-    if isinstance(convolutions, BlockScheme) and convolutions.block_size is not None:
-        raise SettingError(
-            f"convolutions={convolutions}: a convolution has one scale for each channel, BlockScheme(block_size=None)"
-        )
+    defaults = {"product": settings.scheme, "embedding": settings.embeddings, "conv": settings.convolutions}
     rounded, floating = {}, {}
     for w in weights:
-        default = {"product": scheme, "embedding": embeddings, "conv": convolutions}.get(w.kind)
+        default = defaults.get(w.kind)
         chosen = overrides.get(w.name, default)
         if any(w.name.startswith(f"{s}.") or w.layer == s for s in skip):
             floating[w.name] = "skipped by the user"
@@ -317,7 +379,7 @@ def _remarks(quantizer: MatrixQuantizer, weight: Tensor) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightQuant(Stage):
+class WeightQuant(WeightSettings, Stage):
     """Store the weights of a trained model in few bits, as `quantize_weights` does.
 
     samples: how many calibration samples to use, from `Task(calibration=...)` or the training data; only roundings and scalings
@@ -328,37 +390,16 @@ class WeightQuant(Stage):
     needs: ClassVar[frozenset[str]] = frozenset({"float"})
     keeps: ClassVar[frozenset[str]] = frozenset({"dense"})
 
-    scheme: WeightScheme = BlockScheme()  # noqa: RUF009  a frozen value
-    rounding: Rounding = round_to_nearest
-    awq: bool = False
-    embeddings: WeightScheme | None = EMBEDDING_SCHEME
-    convolutions: WeightScheme | None = None
-    overrides: Mapping[str, WeightScheme | None] | None = None
-    storage: WeightStorage = DEQUANTIZE_LINEAR
     samples: int = 128
-    skip: tuple[str, ...] = ()
-    dynamic: Dynamic = (0,)
-    strict: bool = False
 
     def __post_init__(self) -> None:
-        if self.samples < 1:
-            raise SettingError(f"WeightQuant(samples=...): wanted a whole number >= 1, got {self.samples}")
+        self.check("WeightQuant")
+        check_field_types(self)
+        check_samples(self.samples, "WeightQuant")
         _check_palette("WeightQuant(scheme=...)", self.scheme, "product", self.rounding, self.awq, self.storage)
         _check_palette("WeightQuant(embeddings=...)", self.embeddings, "embedding", self.rounding, self.awq, self.storage)
 
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         uses_data = self.awq or self.rounding is not round_to_nearest
-        return quantize_weights(
-            model.to(task.device).eval(),
-            calibration_inputs(task, self.samples) if uses_data else task.example(),
-            scheme=self.scheme,
-            rounding=self.rounding,
-            awq=self.awq,
-            embeddings=self.embeddings,
-            convolutions=self.convolutions,
-            overrides=self.overrides,
-            storage=self.storage,
-            skip=self.skip,
-            dynamic=self.dynamic,
-            strict=self.strict,
-        )
+        data = calibration_inputs(task, self.samples) if uses_data else task.example()
+        return _quantize_weights(model.to(task.device).eval(), data, self, "WeightQuant")

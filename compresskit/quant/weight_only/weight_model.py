@@ -77,6 +77,7 @@ class WeightQuantized(Quantized):
 
     def deployed(self) -> fx.GraphModule:
         """A copy in ONNX's terms: rounded weights stored as integers."""
+        self.check_weights()
         return deploy_weights(self.body, self.storage)
 
 

@@ -114,7 +114,7 @@ def _context(name: str, run: RunRecord) -> dict[str, Any]:
         "times": time_rows(times),
         "timed": list(run.times)[-1] if run.times else "",
         "estimated": any(not row.executed for row in [*run.rows, *_baselines(run)]),
-        "notes": [*remarks(run.rows), *(f"{row.stage}: {row.note}" for row in run.rows if row.note)],
+        "notes": remarks(run.rows),
         "missing": run.missing,
         "curves": training_charts(run),
         "waiting": _waiting(run),

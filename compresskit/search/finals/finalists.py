@@ -5,8 +5,6 @@ One process trains them one after another; several share them out.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import math
 import statistics
@@ -18,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from compresskit.base.errors import ExportError, TrainingError
-from compresskit.base.fingerprint import describe
+from compresskit.base.fingerprint import describe, short_hash
 from compresskit.export.files import file_bytes
 from compresskit.recipe.recipe import Recipe, Result
 from compresskit.search.candidate import QAT_SHARE, UNCOMPRESSED, Candidate, Removable
@@ -26,7 +24,7 @@ from compresskit.search.ceilings import MEASURED
 from compresskit.search.figures import Figures
 from compresskit.search.latency.stopwatch import Stopwatch
 from compresskit.search.outcome import Tried
-from compresskit.search.proxy import Workshop
+from compresskit.search.proxy import NAME_DIGITS, Workshop
 from compresskit.search.study import OVER, TURN, WORKER, halving, import_optuna, open_study
 from compresskit.search.workers import PAUSE, Worker
 from compresskit.train.callbacks import OnStep, StepReport
@@ -353,8 +351,8 @@ class Finals:
 
     def folder(self, candidate: Candidate, *, trains: bool = True) -> Path:
         """Where a candidate is run."""
-        settings = json.dumps(describe(self.train if trains else None), sort_keys=True)
-        name = f"{self.workshop.unique_name(candidate)}-{hashlib.sha256(settings.encode()).hexdigest()[:8]}"
+        settings = short_hash(describe(self.train if trains else None), NAME_DIGITS)
+        name = f"{self.workshop.unique_name(candidate)}-{settings}"
         return self.workshop.out / TRAINED / name
 
     def _figures(self, result: Result, seconds: float) -> Figures:

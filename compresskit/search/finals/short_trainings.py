@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import logging
 import math
 import time
@@ -17,7 +15,7 @@ import torch
 
 from compresskit.base.errors import CheckpointError, CompressError
 from compresskit.base.files import read_json, write_json
-from compresskit.base.fingerprint import describe
+from compresskit.base.fingerprint import describe, short_hash
 from compresskit.base.progress import announce
 from compresskit.measure import evaluate
 from compresskit.recipe.folder import LOCK
@@ -26,7 +24,7 @@ from compresskit.search.candidate import Candidate
 from compresskit.search.figures import Figures
 from compresskit.search.finals.finalists import Finals
 from compresskit.search.outcome import Tried
-from compresskit.search.proxy import Workshop
+from compresskit.search.proxy import NAME_DIGITS, Workshop
 from compresskit.train.train import Train
 
 log = logging.getLogger(__name__)
@@ -136,10 +134,9 @@ class ShortTrainings:
 
     def _outcome(self, candidate: Candidate, short: Train) -> dict[str, Any]:
         """The drop on the held-out data after a short training, or why there is none, and the seconds; once for a folder."""
-        asked = json.dumps(describe(short), sort_keys=True)
         shop, begin = self.finals.workshop, time.perf_counter()
         folder = shop.folder(candidate)
-        path = folder / f"short-{hashlib.sha256(asked.encode()).hexdigest()[:8]}.json"
+        path = folder / f"short-{short_hash(describe(short), NAME_DIGITS)}.json"
         folder.mkdir(parents=True, exist_ok=True)
         with exclusive(folder / LOCK):  # another process may train it now
             if path.exists():

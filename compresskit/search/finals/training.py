@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import math
 import time
@@ -17,7 +15,7 @@ from torch import nn
 
 from compresskit.base.errors import CompressError, SettingError
 from compresskit.base.files import read_json, write_json
-from compresskit.base.fingerprint import describe
+from compresskit.base.fingerprint import describe, short_hash
 from compresskit.base.objective import Objective
 from compresskit.base.progress import announce
 from compresskit.base.task import Task, accuracy, call
@@ -30,7 +28,7 @@ from compresskit.search.candidate import Candidate, Removable
 from compresskit.search.ceilings import Ceiling
 from compresskit.search.finals.finalists import RUNGS
 from compresskit.search.finals.short_trainings import most_steps
-from compresskit.search.proxy import Workshop, with_reference
+from compresskit.search.proxy import NAME_DIGITS, Workshop, with_reference
 from compresskit.search.study import STEP_OF_RANK, first_candidates
 from compresskit.train.train import Train
 
@@ -128,8 +126,7 @@ def training_within(
 
 def _steps_within(workshop: Workshop, train: Train, minutes: float, finalists: int) -> int:
     """How many steps each finalist has. What was measured once is kept, so that an interrupted training goes on."""
-    asked = json.dumps([minutes, finalists, describe(train)], sort_keys=True)
-    path = workshop.out / f"steps-{hashlib.sha256(asked.encode()).hexdigest()[:8]}.json"
+    path = workshop.out / f"steps-{short_hash([minutes, finalists, describe(train)], NAME_DIGITS)}.json"
     if path.exists():
         return int(read_json(path, "the length of a training")["steps"])
     task = with_reference(workshop.task, workshop.model)

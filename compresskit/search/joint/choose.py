@@ -157,20 +157,21 @@ class _JointSearch:
     """
 
     def __init__(self, model: nn.Module, batches: Batches, how: JointSettings, sensitivities: JointSensitivities | None) -> None:
-        check_is_module(model, "choose_channels_and_bits")
+        where = "choose_channels_and_bits"
+        check_is_module(model, where)
         self.model, self.how = copy_model(model).eval(), how
-        self.example, stream = first_and_all(batches, "choose_channels_and_bits")
+        self.example, stream = first_and_all(batches, where)
         captured, origin, _ = prepare_graph(self.model, self.example, how.target, how.skip)
         quantized = build_quantized(self.model, self.example, how.target, MinMax, skip=how.skip, prepared=(captured, origin))
         self.layers = layers_by_name(quantized)
         self.data = _judged(list(stream), max(1, CALIBRATION_BYTES // quantized.row_bytes))
-        analysis, prefix, macs = analyze_channels(self.model, self.example, ignore=how.ignore)
+        analysis, prefix, macs = analyze_channels(self.model, self.example, where=where, ignore=how.ignore)
         self.analysis: ChannelAnalysis = analysis
         stored = {captured.name_in_model(name): weight for name, weight in quantized.body.named_parameters()}
         numbers = {captured.name_in_model(part.weight): i for i, parts in enumerate(self.layers.values()) for part in parts}
         self.weights: list[StoredWeight] = stored_weights(self.model, analysis, stored, numbers)
         if sensitivities is None:
-            score_groups_(analysis.groups, self.model, prefix, how.criterion, unscaled, how.task, 3072)
+            score_groups_(analysis.groups, self.model, prefix, how.criterion, unscaled, how.task, 3072, where=where)
             sensitivities = self._measured_sensitivities(quantized, macs)
         self.sensitivities = sensitivities
         self.fixed = 0.0  # bytes of the file that are not modelled; found by exporting

@@ -8,7 +8,7 @@ import json
 from torch import nn
 
 import compresskit as ck
-from compresskit.base.fingerprint import describe
+from compresskit.base.fingerprint import describe, short_hash
 
 
 def test_descriptions_hold_no_addresses() -> None:
@@ -18,6 +18,13 @@ def test_descriptions_hold_no_addresses() -> None:
     assert '"quantity": "macs", "kept": 0.5' in text
     assert '"parameters": 6' in text
     assert describe(stage) == describe(copy.deepcopy(stage))
+
+
+def test_a_short_hash_is_of_what_a_record_says() -> None:
+    record = {"b": [1, 2.5], "a": None}
+    assert short_hash(record) == short_hash(dict(sorted(record.items()))) != short_hash(record | {"a": 0})
+    assert len(short_hash(record)) == 16
+    assert short_hash(record).startswith(short_hash(record, 8))
 
 
 def test_functions_are_described_by_what_they_do() -> None:

@@ -16,6 +16,8 @@ from compresskit import distill as kd
 from compresskit import mixed
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.distill import EMA, Teacher, Term
+from compresskit.distill.models import teacher as teacher_module
+from compresskit.graph.surgery import frozen_copy
 
 
 def test_a_teacher_is_frozen_and_stays_in_eval_mode() -> None:
@@ -149,6 +151,16 @@ def test_ema_follows_the_student() -> None:
         torch.testing.assert_close(average[name], keep * start[name] + (1 - keep) * p.detach())
     assert all(p.grad is None and not p.requires_grad for p in goal.source.parameters())
     assert not any("student" in name for name, _ in goal.source.named_modules())
+
+
+def test_ema_copies_the_student_once(monkeypatch) -> None:
+    copied = []
+    monkeypatch.setattr(teacher_module, "frozen_copy", lambda model: copied.append(model) or frozen_copy(model))
+    student = build(networks.Chain).train()
+    source = teacher_module.teacher_source(EMA(), student, "here")
+    assert copied == [student]
+    assert not source.training
+    assert source.label == "Chain"
 
 
 @pytest.mark.parametrize("precision", ["FP32", "MASTER_BF16"])

@@ -159,3 +159,19 @@ def test_no_label_is_asked_for_where_none_is_used(form) -> None:
     with pytest.raises(DataError, match="no entry 'labels' for the target"):
         task = ck.Task(train=[{"input": x}], val=val)
         ck.fit_(student, task, ck.Train(epochs=1, objective=ck.imitate(nn.Linear(8, 4).eval())))
+
+
+@pytest.mark.parametrize("policy", [ck.mixed.MASTER_BF16, ck.mixed.SPLIT_BF16], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("teacher", [None, kd.EMA(decay=0.999)], ids=["model", "average"])
+def test_a_half_student_is_trained_as_its_fp32_weights_are(policy, teacher) -> None:
+    """Half policies take half models; the objective runs the model, or averages it, before its masters are there."""
+    task = images_task(ck)
+    half = build(networks.Chain).bfloat16()
+    wide = copy.deepcopy(half).float()
+    objective = ck.imitate(build(networks.Residual).eval() if teacher is None else teacher)
+    for model in (half, wide):
+        torch.manual_seed(0)
+        ck.fit_(model, task, ck.Train(epochs=1, precision=policy, objective=objective))
+    assert all(torch.equal(a, b) for a, b in zip(half.parameters(), wide.parameters(), strict=True))
+    with pytest.raises(ModelError, match=r"prepare: .* is torch.bfloat16; give an fp32 model"):
+        ck.fit_(build(networks.Chain).bfloat16(), task, ck.Train(epochs=1, objective=objective))

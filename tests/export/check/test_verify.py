@@ -328,6 +328,19 @@ def test_ties_between_classes_do_not_refuse_a_weight_only_file(tmp_path) -> None
     assert proof.optimized.noise is None
 
 
+@pytest.mark.parametrize(("noise", "exact", "passes"), [(0.045, True, True), (0.1, True, False), (0.045, False, False)])
+def test_kernels_that_round_activations_may_be_as_far_as_rounding_is(noise, exact, passes) -> None:
+    """Of a file with rounded weights alone, which as it is written has to be exact."""
+    rng = np.random.default_rng(0)
+    wanted = rng.normal(size=(500, 1))
+    rounded = wanted + noise * rng.normal(size=wanted.shape)
+    found = executions.Comparison(quantized=True, weight_only=True, most_of_floats=0.1, most_of_integers=16)
+    executed = {"as written": [wanted if exact else rounded], "optimized": [rounded]}
+    found.add([wanted], executed, unrounded=None, samples=500)
+    assert found.levels()["optimized"].within_two < 0.9
+    assert (not found.reason) is passes, found.reason
+
+
 def test_classes_within_two_steps_are_ties() -> None:
     from compresskit.export.check.agreement import compare
 

@@ -59,3 +59,26 @@ def test_a_number_that_padding_does_not_read_is_left_out(mode, tmp_path: Path) -
     quantized = ck.quant.quantize_static(Padded(mode).eval(), [(x,)])
     path = ck.export_onnx(quantized, tmp_path / "f.onnx", (x,))
     assert ck.verify_onnx(path, quantized, [(x,), (x[:1],)]).passed
+
+
+@pytest.mark.parametrize("dynamic", [(0,), (0, 2, 3)], ids=str)
+def test_a_mean_that_is_nearly_zero_runs(dynamic, tmp_path: Path) -> None:
+    """Behind filters whose weights sum to zero: ONNX Runtime's integer kernel refuses scales that are so far apart."""
+    torch.manual_seed(0)
+    high_pass = nn.Conv2d(3, 8, 3, padding=1, padding_mode="circular", bias=False)
+    with torch.no_grad():
+        high_pass.weight -= high_pass.weight.mean((2, 3), keepdim=True)
+    model = nn.Sequential(high_pass, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)).eval()
+    x = torch.randn(16, 3, 12, 12)
+    quantized = ck.quant.quantize_static(model, [x], dynamic=dynamic)
+    path = ck.export_onnx(quantized, tmp_path / "m.onnx", (x,))
+    assert ck.verify_onnx(path, quantized, [x]).passed
+    clips = [node for node in onnx.load(path).graph.node if node.op_type == "Clip"]
+    assert len(clips) == 1
+
+
+def test_other_means_stay_in_integers(tmp_path: Path) -> None:
+    x = torch.randn(16, 3, 12, 12)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)).eval()
+    path = ck.export_onnx(ck.quant.quantize_static(model, [x]), tmp_path / "m.onnx", (x,))
+    assert not any(node.op_type == "Clip" for node in onnx.load(path).graph.node)

@@ -117,13 +117,16 @@ def test_a_loop_over_a_dimension_that_varies_is_refused_with_its_line() -> None:
     assert capture(Steps().eval(), torch.randn(3, 5, 8)).shapes["x"] == (2, 5, 8)
 
 
-def test_the_length_of_a_tensor_is_refused_with_what_to_write() -> None:
-    class Queries(nn.Module):
+def test_a_loop_over_the_length_of_a_tensor_is_refused_with_what_to_write() -> None:
+    class Rows(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return torch.zeros(1, 8).expand(len(x), -1) + x
+            return torch.stack([x[i] * 2 for i in range(len(x))])
 
     with pytest.raises(ModelError, match=r"dimension 0 of input .* \(.*test_exportable\.py.*write x\.shape\[0\] for len\(x\)"):
-        capture(Queries(), torch.randn(3, 8))
+        capture(Rows(), torch.randn(3, 8))
+    with pytest.raises(ModelError, match=r"leave the dimension out of dynamic=, where \(\) takes all sizes of the example"):
+        capture(Rows(), torch.randn(3, 8))
+    assert capture(Rows(), torch.randn(3, 8), dynamic=()).shapes["x"] == (3, 8)
 
 
 def test_a_transformer_that_looks_at_its_mask_says_how_to_tell_it() -> None:

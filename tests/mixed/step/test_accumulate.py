@@ -132,3 +132,20 @@ def test_an_overflow_that_was_read_still_skips_the_step(fused) -> None:
     run.backward(run(torch.ones(1, 2)).sum())
     run.step()
     assert run.skipped == 1
+
+
+@pytest.mark.parametrize("policy", [FP32, MASTER_BF16, SPLIT_BF16, AMP_FP16], ids=lambda p: p.name)
+@pytest.mark.parametrize("passes", [1, 3])
+def test_a_block_that_an_error_ends_leaves_no_gradients(policy, passes) -> None:
+    """One with a wrong number of passes, too: made again, it would make a step of the sum of both."""
+    _, run = one_weight(replace(policy, loss_scale=8.0) if policy.loss_scale else policy)
+    with pytest.raises(KeyError if passes == 1 else SettingError), run.accumulate(2):
+        for _ in range(passes):
+            run.backward(run(torch.ones(1, 1)).sum() * 4)
+        if passes == 1:
+            raise KeyError("a batch")
+    with run.accumulate(2):
+        for _ in range(2):
+            run.backward(run(torch.ones(1, 1)).sum())
+    run.step()
+    assert run.masters()[0].item() == -1

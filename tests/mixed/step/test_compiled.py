@@ -142,7 +142,12 @@ def test_without_a_compiler_it_falls_back_and_says_so(monkeypatch) -> None:
         (functools.partial(torch.optim.SGD, momentum=0.9, dampening=0.1), FP32, {}, r"SGD\(dampening=0.1\) is not covered"),
         (torch.optim.SGD, PURE_BF16, {}, "PURE_BF16 has no fp32 to update"),
         (torch.optim.SGD, MASTER_BF16, {"flat": True}, "leave flat=True out"),
-        (torch.optim.SGD, MASTER_BF16, {"backend": "triton"}, "backend must be None, 'foreach' or 'compiled', got 'triton'"),
+        (
+            torch.optim.SGD,
+            MASTER_BF16,
+            {"backend": "triton"},
+            r"prepare\(backend=...\): wanted None, 'foreach' or 'compiled', got 'triton'",
+        ),
     ],
 )
 def test_optimizers_and_policies_without_a_compiled_step_are_refused(make, policy, settings, message) -> None:

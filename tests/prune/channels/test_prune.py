@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import signal
 from dataclasses import replace
 from functools import partial
@@ -185,3 +186,18 @@ def test_a_budget_of_macs_is_refused_where_there_are_none() -> None:
     small = stage(budget=ck.keep(parameters=0.5))(Gated(), task)
     assert ck.count_parameters(small) <= 0.5 * ck.count_parameters(Gated())
     assert small.user.embedding_dim == small.item.embedding_dim == 8
+
+
+def test_steps_of_a_budget_of_channels_end_at_the_budget() -> None:
+    """A step that removes more than its share leaves less for the next one."""
+    model, task, plans = build(networks.Residual), images_task(ck, samples=32, classes=4), []
+
+    class Noted(Prune):
+        def _fresh_plan(self, *args):
+            plans.append(super()._fresh_plan(*args))
+            return plans[-1]
+
+    Noted(budget=ck.keep(channels=0.5), steps=3, samples=32, reconstruct=False)(model, task)
+    assert len(plans) == 3
+    reached = math.prod(sum(line.keep for line in plan.lines) / sum(line.size for line in plan.lines) for plan in plans)
+    assert 0.48 < reached <= 0.5

@@ -120,3 +120,55 @@ def test_a_refit_that_does_not_help_is_taken_back(monkeypatch, caplog) -> None:
     assert reconstruct_(small, model, plan, data()) == {}
     assert all(torch.equal(v, before[k]) for k, v in small.state_dict().items())
     assert "brought the outputs of Chain no nearer" in caplog.text
+
+
+class Masked(nn.Sequential):
+    """Fills one class with minus infinity."""
+
+    def forward(self, x):
+        return super().forward(x).masked_fill(torch.arange(4) > 2, -float("inf"))
+
+
+def test_outputs_that_are_filled_with_infinity_are_refitted() -> None:
+    torch.manual_seed(0)
+    model = Masked(nn.Flatten(), nn.Linear(768, 32), nn.ReLU(), nn.Linear(32, 4)).eval()
+    plan, small = cut(model)
+    assert reconstruct_(small, model, plan, data()).keys() == {"3"}
+
+
+class OneByOne(nn.Module):
+    """Calls its layers on one sample at a time, without a batch dimension."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.head = nn.Conv2d(3, 16, 3, 1, 1), nn.Conv2d(16, 16, 3, 1, 1), nn.Linear(16, 4)
+
+    def one(self, x):
+        return self.head(self.b(self.a(x).relu()).relu().mean((-2, -1)))
+
+    def forward(self, x):
+        return torch.stack([self.one(sample) for sample in x])
+
+
+class Together(OneByOne):
+    """The same with a batch dimension."""
+
+    def forward(self, x):
+        return self.one(x)
+
+
+def test_layers_without_a_batch_dimension_are_refitted_as_with_one() -> None:
+    torch.manual_seed(0)
+    names, read = ["a.weight", "b.weight", "head.weight"], {}
+    model = OneByOne().eval()
+    for kind in (OneByOne, Together):
+        twin = kind().eval()
+        twin.load_state_dict(model.state_dict())
+        read[kind] = reconstruct.input_statistics(twin, names, [(x[:8],) for (x,) in data(64)])
+    for name in names:
+        alone, together = (read[kind][name] for kind in (OneByOne, Together))
+        if name == "head.weight":  # the others read positions at random
+            torch.testing.assert_close(alone.products, together.products)
+        torch.testing.assert_close(alone.total / alone.rows, together.total / together.rows, rtol=0.1, atol=0.1)
+    plan, small = cut(model)
+    assert reconstruct_(small, model, plan, data(64)).keys() == {"b", "head"}

@@ -10,7 +10,7 @@ import torch
 from networks import build, image, images_task
 
 import compresskit as ck
-from compresskit.base.errors import SettingError
+from compresskit.base.errors import ModelError, SettingError
 from compresskit.prune import greg, group_lasso, plan_channels
 
 ADAM = partial(torch.optim.Adam, lr=3e-3)
@@ -86,3 +86,8 @@ def test_bad_strengths() -> None:
         group_lasso(strength=0)
     with pytest.raises(SettingError, match=r"greg\(growth=...\): wanted a positive number, got -1"):
         greg(plan_channels(build(networks.Chain), image(2), budget=ck.keep(macs=0.9), round_to=4), growth=-1)
+
+
+def test_a_model_without_channels_is_refused_by_the_name_of_the_objective() -> None:
+    with pytest.raises(ModelError, match="group_lasso: ReLU has no parameters"):
+        group_lasso().bind(torch.nn.ReLU(), images_task(ck, samples=32, classes=4))

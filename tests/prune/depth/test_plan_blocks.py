@@ -215,6 +215,8 @@ def test_plans_print_serialize_and_apply_to_another_model() -> None:
         plan.apply_(build(ResNet))
     with pytest.raises(CheckpointError, match="not a plan of blocks"):
         BlockPlan.from_json({"blocks": 3})
+    with pytest.raises(CheckpointError, match=r"the plan of blocks was changed after it was made, .*; plan again"):
+        BlockPlan.from_json(plan.to_json() | {"blocks": []})
 
 
 def test_channels_are_pruned_afterwards() -> None:
@@ -292,3 +294,49 @@ def test_progress_is_shown(plan, bars, monkeypatch) -> None:
     terminal = show_terminal(monkeypatch)
     plan(build(ResNet))
     assert bars <= set(terminal.bars)
+
+
+class Clipped(nn.Module):
+    """Blocks whose ReLU changes their inputs, which have negative values; last: what becomes of the outputs."""
+
+    def __init__(self, last):
+        super().__init__()
+        self.enter, self.head, self.last = nn.Linear(12, 16), nn.Linear(16, 10), last
+        self.blocks = nn.ModuleList(ClippedBlock() for _ in range(3))
+
+    def forward(self, x):
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(self.head(x))
+
+
+class ClippedBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        return (x + self.b(self.a(x).relu())).relu()
+
+
+CLIPPED = {
+    "filled": lambda y: y.masked_fill(torch.arange(10) > 8, -1e9),
+    "filled with the least": lambda y: y.masked_fill(torch.arange(10) > 8, torch.finfo(y.dtype).min),
+    "a head of zeros": lambda y: y,
+}
+
+
+@pytest.mark.parametrize("last", CLIPPED)
+def test_outputs_that_say_little_hide_no_block_that_cannot_go(last) -> None:
+    torch.manual_seed(0)
+    model = Clipped(CLIPPED[last]).eval()
+    if last == "a head of zeros":
+        nn.init.zeros_(model.head.weight)
+    with pytest.raises(ModelError, match="its input is not what is left with its branch at zero"):
+        plan_blocks(model, torch.randn(8, 12), blocks=3, importance=importance.influence, **MACS)
+
+
+def test_no_block_is_removed_where_no_output_is_finite() -> None:
+    with pytest.raises(SettingError, match="blocks.1.*cannot be removed: no output of the model is finite on the example"):
+        plan_blocks(Clipped(lambda y: y * float("nan")).eval(), torch.randn(8, 12), blocks=("blocks.1",), **MACS)

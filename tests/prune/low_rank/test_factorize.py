@@ -69,3 +69,13 @@ def test_on_data_outputs_are_nearer_than_those_of_the_svd() -> None:
         }
     assert error[1] == pytest.approx(float(best), rel=0.01)
     assert error[1] < 0.5 * error[0]
+
+
+@pytest.mark.parametrize(("weight", "bias"), [(False, True), (True, False)])
+def test_what_was_frozen_of_a_layer_is_frozen_of_its_factors(weight, bias) -> None:
+    layer = nn.Linear(20, 12)
+    layer.weight.requires_grad_(weight)
+    layer.bias.requires_grad_(bias)
+    first, last = factored(layer, (5,), spectrum(layer, None))
+    assert first.weight.requires_grad == last.weight.requires_grad == weight
+    assert last.bias.requires_grad == bias

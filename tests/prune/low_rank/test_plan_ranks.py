@@ -49,6 +49,8 @@ def test_a_plan_prints_serializes_and_applies_again() -> None:
         plan.apply_(other)
     with pytest.raises(CheckpointError, match="not a plan of ranks"):
         RankPlan.from_json({"lines": 3})
+    with pytest.raises(CheckpointError, match=r"the plan of ranks was changed after it was made, .*; plan again"):
+        RankPlan.from_json(plan.to_json() | {"lines": []})
     with pytest.raises(DataError, match="no batch of calibration data was given"):
         plan.apply_(build(ResNet), [])
 
@@ -163,3 +165,18 @@ def test_a_layer_that_is_the_whole_model_stays(layer, shape) -> None:
     assert (plan.lines, list(plan.locked)) == ((), [type(layer).__name__])
     with pytest.raises(ModelError, match="is the whole model, which cannot be replaced inside itself; put it into a model"):
         replace_module_(layer, "", nn.Identity())
+
+
+class Penalised(nn.Sequential):
+    """Returns the size of a weight beside its outputs, in train mode only."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return (y, self[1].weight.square().sum()) if self.training else y
+
+
+def test_a_layer_that_training_reads_stays_whole() -> None:
+    model, x = Penalised(nn.Linear(32, 64), nn.Linear(64, 64), nn.Linear(64, 5)).eval(), torch.randn(4, 32)
+    plan = plan_ranks(model, x, ck.keep(macs=0.9))
+    assert plan.locked["1"].startswith("the model does not train without it: AttributeError")
+    plan.apply_(model).train()(x)

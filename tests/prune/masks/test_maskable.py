@@ -12,7 +12,7 @@ from torch import nn
 import compresskit as ck
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.prune import Masks, masks_of, plan_mask
-from compresskit.prune.patterns import NM
+from compresskit.prune.patterns import NM, Block
 
 
 class Experts(nn.Module):
@@ -130,3 +130,12 @@ def test_masks_of_torch_are_taken_over() -> None:
     assert masks.violations(trained) == {}
     with pytest.raises(ModelError, match="from_torch_prune_: Net has no masks of torch.nn.utils.prune"):
         Masks.from_torch_prune_(model)
+
+
+@pytest.mark.parametrize("pattern", [NM(n=2, m=4), Block(inputs=4)])
+def test_patterns_along_inputs_leave_transposed_convolutions_dense(pattern) -> None:
+    model = nn.Sequential(nn.ConvTranspose2d(16, 8, 2, 2), nn.Conv2d(8, 8, 1))
+    budget = None if isinstance(pattern, NM) else ck.remove(weights=0.5)
+    with pytest.warns(UserWarning, match=r"0.weight is left dense: the weight of a ConvTranspose2d is \(inputs, outputs, ...\)"):
+        masks = plan_mask(model, budget, pattern=pattern)
+    assert list(masks.masks) == ["1.weight"]

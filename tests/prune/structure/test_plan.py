@@ -15,6 +15,7 @@ from torch import nn
 
 from compresskit import keep, remove
 from compresskit.base.errors import CheckpointError, ModelError
+from compresskit.graph.surgery import copy_model
 from compresskit.prune import Plan, apply_, plan_channels, plan_mask
 from compresskit.prune.structure.plan import PlanLine
 
@@ -90,6 +91,8 @@ def test_a_plan_with_attributes_and_scales_applies_again_from_json() -> None:
 def test_a_record_that_is_no_plan_is_refused() -> None:
     with pytest.raises(CheckpointError, match="not a pruning plan"):
         Plan.from_json({"remove": []})
+    with pytest.raises(CheckpointError, match="not a pruning plan: got list"):
+        Plan.from_json([])
 
 
 def test_a_model_of_other_layers_or_sizes_is_refused_untouched() -> None:
@@ -139,7 +142,7 @@ def test_a_plan_that_was_edited_is_refused() -> None:
     record = plan_channels(norm_of_convolution(), image(2), budget=keep(macs=0.5)).to_json()
     assert Plan.from_json(json.loads(json.dumps(record))).to_json() == record
     record["remove"]["1.weight"]["0"].pop()
-    with pytest.raises(CheckpointError, match="the plan was changed after it was made"):
+    with pytest.raises(CheckpointError, match="the pruning plan was changed after it was made, .*; plan again, with ratios="):
         Plan.from_json(record)
 
 
@@ -162,3 +165,49 @@ def test_a_masked_model_is_refused_with_the_legal_order() -> None:
     for refused in (lambda: plan_channels(model, image(2), budget=keep(macs=0.5)), lambda: apply_(model, plan)):
         with pytest.raises(ModelError, match="has masks, which are for its present shapes; prune channels first, then Sparsify"):
             refused()
+
+
+class Gain(nn.Module):
+    """A weight as a product, named as the factors of weight norm are."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight_g, self.weight_v = nn.Parameter(torch.rand(8, 1, 1, 1) + 0.5), nn.Parameter(torch.randn(8, 8, 3, 3) / 10)
+
+    def forward(self, x):
+        return nn.functional.conv2d(x, self.weight_g * self.weight_v, padding=1)
+
+
+class Product(nn.Module):
+    """A parametrization of two tensors that is none of torch's."""
+
+    def forward(self, g, v):
+        return g * v
+
+    def right_inverse(self, weight):
+        return torch.rand(8, 1, 1, 1) + 0.5, weight
+
+
+def with_product():
+    conv = nn.Conv2d(8, 8, 3, 1, 1, bias=False)
+    nn.utils.parametrize.register_parametrization(conv, "weight", Product(), unsafe=True)
+    return conv
+
+
+def normed():
+    return nn.utils.parametrizations.weight_norm(nn.Conv2d(8, 8, 3, 1, 1, bias=False))
+
+
+def normed_by_a_hook():
+    return nn.utils.weight_norm(nn.Conv2d(8, 8, 3, 1, 1, bias=False))
+
+
+@pytest.mark.parametrize("layer", [Gain, with_product, normed, normed_by_a_hook])
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+def test_weights_that_stay_are_what_they_were_whether_normed_or_not(layer) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 3, 1, 1), nn.ReLU(), layer()).eval(), torch.randn(2, 3, 8, 8)
+    plan = plan_channels(model, x, keep(macs=0.6), round_to=1)
+    small, gone = apply_(copy_model(model), plan), torch.tensor(plan.remove["0.weight"][0])
+    model[1].register_forward_hook(lambda module, args, output: output.index_fill(1, gone, 0))
+    torch.testing.assert_close(small(x), model(x), rtol=1e-5, atol=1e-6)

@@ -178,3 +178,69 @@ class SixteenRows(nn.Module):
 def test_a_model_of_a_fixed_batch_is_proved_on_all_of_it() -> None:
     plan = plan_channels(SixteenRows().eval(), torch.randn(16, 8), budget=keep(macs=0.5))
     assert plan.macs <= 0.5 * plan.macs_before
+
+
+class ConstantScale(nn.Module):
+    """Attention whose factor does not follow the width; last: what becomes of the outputs. gate: what the branch is times."""
+
+    def __init__(self, last=lambda y: y, gate=None, buffer=False):
+        super().__init__()
+        self.enter, self.q, self.k, self.v = nn.Linear(12, 32), nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+        self.head, self.last = nn.Linear(32, 10), last
+        if buffer:
+            self.register_buffer("gate", gate)
+        else:
+            self.gate = None if gate is None else nn.Parameter(gate)
+
+    def forward(self, x):
+        y = self.enter(x) * 3
+        q, k, v = (layer(y).view(*y.shape[:2], 4, -1).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        branch = ((q * 8**-0.5 @ k.transpose(-1, -2)).softmax(-1) @ v).transpose(1, 2).flatten(2)
+        return self.last(self.head(branch if self.gate is None else y + self.gate * branch).mean(1))
+
+
+def masked(value):
+    return lambda y: y.masked_fill(torch.arange(10) > 8, value(y.dtype))
+
+
+LASTS = {
+    "filled": masked(lambda _: -1e9),
+    "filled with the least": masked(lambda dtype: torch.finfo(dtype).min),
+    "filled by adding": lambda y: y - 1e9 * (torch.arange(10) > 8).to(y.dtype),
+    "infinite": masked(lambda _: -float("inf")),
+    "tiny": lambda y: y * 1e-12,
+    "saturated": lambda y: (y + 8).clamp(0, 1),
+    "not a number": lambda y: y * float("nan"),
+}
+
+
+def queries_are_rescaled(model: nn.Module) -> bool:
+    torch.manual_seed(1)
+    plan = plan_channels(model, torch.randn(8, 6, 12), keep(macs=0.6), round_to=1, ignore=("enter", "v", "head"))
+    return bool(plan.scales)
+
+
+@pytest.mark.parametrize("last", LASTS)
+def test_outputs_that_say_little_hide_nothing_from_the_proof(last) -> None:
+    torch.manual_seed(0)
+    assert not queries_are_rescaled(ConstantScale(LASTS[last]).eval())
+
+
+@pytest.mark.parametrize(
+    ("gate", "buffer"),
+    [(torch.zeros(1), False), (torch.tensor(0.0), False), (torch.full((1,), 1e-12), False), (torch.zeros(32), True)],
+)
+def test_a_gate_that_is_zero_hides_nothing_from_the_proof(gate, buffer) -> None:
+    torch.manual_seed(0)
+    model = ConstantScale(gate=gate.clone(), buffer=buffer).eval()
+    assert not queries_are_rescaled(model)
+    assert torch.equal(model.gate, gate)
+
+
+def test_nothing_is_proved_where_no_output_is_finite() -> None:
+    class NotNumbers(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x * float("nan"))
+
+    reason = "no output of the model is finite on the example, so that nothing can be compared"
+    assert reason in refused_reason(NotNumbers(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 5)), torch.randn(4, 12))

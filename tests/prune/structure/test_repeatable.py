@@ -70,3 +70,15 @@ def test_only_constant_values_are_varied() -> None:
     assert integers is x[2]
     assert varied.std() > 0
     assert varied.min() >= 1
+
+
+def test_what_a_single_zero_or_a_buffer_of_zeros_lets_through_is_varied() -> None:
+    model = nn.Module()
+    model.gate, model.open = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.tensor(0.5))
+    model.register_buffer("gates", torch.zeros(3))
+    model.register_buffer("ones", torch.ones(3))
+    vary_constants_(model)
+    assert model.gate != 0
+    assert model.open == 0.5
+    assert (model.gates > 0).all()
+    assert torch.equal(model.ones, torch.ones(3))

@@ -241,3 +241,46 @@ def test_vectors_side_by_side_are_not_followed() -> None:
 
     with pytest.raises(ModelError, match=r"no rule for aten.hstack.default of vectors"):
         plan_channels(Vectors().eval(), (torch.randn(4, 8),), budget=keep(macs=0.5))
+
+
+class NormByAttribute(nn.Module):
+    """Gives the width to `F.layer_norm`, and the number of groups to `F.conv1d`."""
+
+    def __init__(self):
+        super().__init__()
+        self.dim = self.groups = 16
+        self.enter, self.head = nn.Linear(12, 16), nn.Linear(16, 5)
+        self.gain, self.shift = nn.Parameter(torch.randn(16)), nn.Parameter(torch.randn(16))
+        self.register_buffer("blur", torch.rand(16, 1, 3))
+
+    def forward(self, x):
+        y = nn.functional.layer_norm(self.enter(x), (self.dim,), self.gain, self.shift)
+        return self.head(nn.functional.conv1d(y.transpose(1, 2), self.blur, groups=self.groups).transpose(1, 2))
+
+
+class ConvLSTM(nn.Module):
+    """Begins with states of zeros, which are put beside its inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = 16
+        self.gates, self.head = nn.Conv2d(19, 64, 3, 1, 1), nn.Conv2d(16, 5, 1)
+
+    def forward(self, x):
+        h = c = x.new_zeros(len(x), self.hidden, *x.shape[3:])
+        for t in range(x.shape[1]):
+            i, f, o, g = self.gates(torch.cat([x[:, t], h], 1)).chunk(4, 1)
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            h = o.sigmoid() * c.tanh()
+        return self.head(h)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "names"), [(NormByAttribute, (4, 6, 12), {"dim", "groups"}), (ConvLSTM, (2, 3, 3, 8, 8), {"hidden"})]
+)
+def test_widths_that_the_code_takes_from_attributes_follow(kind, shape, names) -> None:
+    torch.manual_seed(0)
+    model, x = kind().eval(), torch.randn(shape)
+    plan = plan_channels(model, x, keep(macs=0.6), round_to=1)
+    assert plan.attributes.keys() == names
+    assert_equals_zeroed(model, plan, (x,))

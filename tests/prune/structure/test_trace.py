@@ -117,3 +117,57 @@ def test_inputs_that_cannot_be_cut_to_two_rows_are_taken_whole() -> None:
 
     plan = plan_channels(Graph(nn.Linear(12, 32), nn.Linear(32, 5)), (torch.randn(20, 12), torch.eye(20)), budget=keep(macs=0.5))
     assert len(plan.remove["0.weight"][0]) == 16
+
+
+class Centred(nn.Sequential):
+    """Reads a buffer on demand."""
+
+    def forward(self, x, centre=False):
+        y = self[0](x)
+        return self[1]((y - self.mean if centre else y).relu())
+
+
+def test_channels_that_an_unread_buffer_may_meet_stay() -> None:
+    model, x = Centred(nn.Linear(8, 32), nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4))), torch.rand(4, 8)
+    model.register_buffer("mean", torch.randn(32))
+    plan = plan_channels(model, (x,), budget=keep(macs=0.7))
+    assert any("as wide as mean, which the model does not read on the example" in reason for reason in plan.locked)
+    assert 0 not in plan.remove.get("0.weight", {})
+    assert plan.remove["1.0.weight"][0], "what has another width is cut"
+
+
+class AuxiliaryHead(nn.Module):
+    """Reads its channels flattened, on demand."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.head = nn.Conv2d(3, 16, 3, 1, 1), nn.Conv2d(16, 32, 3, 1, 1), nn.Linear(32, 5)
+        self.auxiliary = nn.Linear(64, 5)
+
+    def forward(self, x, auxiliary=False):
+        y = nn.functional.adaptive_avg_pool2d(self.a(x), 2)
+        return self.auxiliary(y.flatten(1)) if auxiliary else self.head(self.b(y).mean((2, 3)))
+
+
+def test_channels_that_an_unread_matrix_may_read_flattened_stay() -> None:
+    plan = plan_channels(AuxiliaryHead(), torch.rand(2, 3, 4, 4), budget=keep(macs=0.7), round_to=1)
+    assert any("as wide as auxiliary.weight" in reason for reason in plan.locked)
+    assert 0 not in plan.remove.get("a.weight", {})
+    assert plan.remove["b.weight"][0]
+
+
+class MovingMean(nn.Sequential):
+    """Writes a buffer in train mode that it does not read in eval mode."""
+
+    def forward(self, x):
+        y = self[0](x)
+        if self.training:
+            self.mean.mul_(0.9).add_(y.detach().mean((0, 2, 3)), alpha=0.1)
+        return self[1](y.relu())
+
+
+def test_a_buffer_that_only_training_writes_is_cut() -> None:
+    model = MovingMean(nn.Conv2d(3, 16, 3), nn.Conv2d(16, 5, 1))
+    model.register_buffer("mean", torch.zeros(16))
+    plan = plan_channels(model, torch.rand(2, 3, 8, 8), budget=keep(macs=0.6), round_to=1)
+    assert plan.remove["mean"][0] == plan.remove["0.weight"][0]

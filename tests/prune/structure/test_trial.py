@@ -165,3 +165,47 @@ def test_the_width_of_a_first_state_follows_its_attribute_and_is_locked_without_
     message = "24 channels: mul in the model with a value of a size written in the code; a copy that was cut there did not run"
     with pytest.raises(ModelError, match=message):
         plan_channels(Scan(attribute=False), x, remove(channels=0.5), round_to=1)
+
+
+class MostTokens(nn.Module):
+    """As many tokens at the most as there are channels, by chance."""
+
+    def __init__(self):
+        super().__init__()
+        self.dim = self.most = 16
+        self.enter, self.mix, self.head = nn.Linear(12, 16), nn.Linear(16, 16), nn.Linear(16, 5)
+
+    def forward(self, x):
+        y = self.enter(x).reshape(-1, self.dim).view(x.shape[0], -1, self.dim)
+        return self.head(self.mix(y)[:, : self.most].relu())
+
+
+@pytest.mark.parametrize("tokens", [6, 30])
+def test_an_attribute_that_equals_the_width_by_chance_stays(tokens) -> None:
+    torch.manual_seed(0)
+    model = MostTokens().eval()
+    plan = plan_channels(model, torch.randn(2, tokens, 12), keep(macs=0.6), round_to=1)
+    assert plan.attributes.keys() == {"dim"}
+    assert apply_(model, plan)(torch.randn(2, 30, 12)).shape == (2, 16, 5)
+
+
+class StepsOfHalf(nn.Module):
+    """Cuts its channels in two, and makes as many steps at the most as a half has channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.half = self.steps = 8
+        self.enter, self.step, self.head = nn.Conv2d(3, 16, 3, 1, 1), nn.Conv2d(8, 8, 3, 1, 1), nn.Conv2d(16, 5, 1)
+
+    def forward(self, x):
+        y = self.enter(x)
+        a, b = y[:, : self.half], y[:, self.half :]
+        for _ in range(min(self.steps, x.shape[-1] // 4)):
+            a = self.step(a).tanh()
+        return self.head(torch.cat([a, b], 1))
+
+
+def test_an_attribute_of_a_cut_stays_where_the_cut_does_not_need_it() -> None:
+    torch.manual_seed(0)
+    plan = plan_channels(StepsOfHalf().eval(), torch.randn(2, 3, 8, 8), keep(macs=0.6), round_to=1)
+    assert plan.attributes.keys() == {"half"}

@@ -441,3 +441,58 @@ def test_outputs_are_compared_on_rows_of_the_batch(monkeypatch) -> None:
     monkeypatch.setattr(dynamic_module, "OutputError", noted)
     quantize_dynamic(TimeFirst().eval(), [torch.randn(12, 16, 6)], dynamic={"x": {1: "batch"}})
     assert seen == [12, 8, 6]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (dict(skip="head"), r"skip=...\): wanted a tuple of texts, got 'head'"),
+        (dict(dynamic="x"), r"dynamic=...\): wanted dimensions, such as"),
+        (dict(weights=8), r"weights=...\): wanted a number format such as ck.quant.Scheme\(signed=True, symmetric=True\)"),
+        (dict(operators=("linaer",)), r"operators=\['linaer'\]\): dynamic quantization knows"),
+    ],
+)
+def test_the_stage_and_the_function_refuse_the_same(settings, said) -> None:
+    with pytest.raises(SettingError, match=rf"DynamicQuant\({said}"):
+        DynamicQuant(**settings)
+    with pytest.raises(SettingError, match=rf"quantize_dynamic\({said}"):
+        quantize_dynamic(Mlp(), (torch.randn(2, 5, 24),), **settings)
+    x = (torch.randn(2, 5, 24),)
+    advised = ck.quant.Scheme(signed=True, symmetric=True)
+    assert quantize_dynamic(Mlp(), x, weights=advised, dynamic=(0, 1)).placement.integer
+
+
+class OtherProduct(nn.Module):
+    """A product by a stored weight that no integer kernel has."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.layer, self.shift = kind, nn.Linear(24, 24), nn.Parameter(torch.randn(24))
+        self.weight = nn.Parameter(torch.randn(3, 24, 8) if kind == "batched" else torch.randn(24, 24))
+
+    def forward(self, x):
+        x = self.layer(x)
+        if self.kind == "scaled":
+            return torch.addmm(self.shift, x, self.weight, beta=0.5, alpha=2)
+        return x @ self.weight if self.kind == "batched" else self.weight @ x.T
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("scaled", "it scales an operand (alpha, beta)"),
+        ("batched", "its stored weight, of shape [3, 24, 8], is not a matrix on the right"),
+        ("left", "its stored weight, of shape [24, 24], is not a matrix on the right"),
+    ],
+)
+def test_reasons_name_what_is_wrong_with_a_stored_weight(kind, said) -> None:
+    quantized = quantize_dynamic(OtherProduct(kind).eval(), torch.randn(32, 24))
+    assert any(reason.startswith(said) for reason in quantized.placement.floating.values())
+
+
+def test_data_that_are_not_finite_are_named(caplog) -> None:
+    x = torch.randn(8, 24)
+    x[0, 0] = torch.inf
+    quantize_dynamic(nn.Sequential(nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 7)).eval(), x)
+    assert "outputs of the float model on the example are nan or infinite" in caplog.text
+    assert "leaves float what costs most" not in caplog.text

@@ -214,3 +214,14 @@ def test_pooling_of_channels_ties_nothing(rank) -> None:
     assert balance_channels_(graph, [x]) == 0
     with torch.no_grad():
         torch.testing.assert_close(graph(*x), model(*x))
+
+
+def test_values_whose_noise_fp32_does_not_hold_stay_as_they_are() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1)).eval()
+    with torch.no_grad():
+        model[0].weight.mul_(1e22)
+        model[2].weight.mul_(1e-22)
+    x = (torch.randn(8, 3, 12, 12),)
+    captured = capture(copy_model(model), x)
+    assert for_least_noise_(captured, model, x) == 0
+    torch.testing.assert_close(captured.module(*x), model(*x))

@@ -261,3 +261,10 @@ def test_layers_stay_float_only_while_the_file_is_faster_than_the_float_one(
 def test_steps_of_larger_networks_have_fewer_rows(macs, rows, monkeypatch) -> None:
     monkeypatch.setattr(trials.Trials, "macs", macs)
     assert trials.Trials(build(networks.Chain), [], [], lambda **_: None).tuning_rows == rows
+
+
+def test_inference_mode_is_named(caplog) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval(), torch.randn(32, 8)
+    with torch.inference_mode():
+        quantize_static(model, [x], effort="balanced", choose="rules")
+    assert "got a call within torch.inference_mode()" in caplog.text

@@ -164,3 +164,30 @@ def test_dropout_of_recurrent_layers_is_said(caplog) -> None:
 
     ck.quant.prepare_qat(Reads().eval(), [torch.randn(4, 5, 8)])
     assert "without the dropout of 'cells'" in caplog.text
+
+
+@pytest.mark.parametrize("bits", [8, 2])
+def test_learned_scales_come_back_from_below_zero(bits, caplog, tmp_path) -> None:
+    """A step of an optimizer may be larger than a scale, which then had no gradient any more, and left a bias no room."""
+    quantized = prepare_qat(network(), [X], learned=True, bits=ck.quant.Bits(weights=bits, activations=bits))
+    scales = [q.scale for q in quantized.activation_quantizers()] + [q.scale for q, _ in quantized.rounded_weights()]
+    first = [scale.detach().clone() for scale in scales]
+    with torch.no_grad():
+        for scale in scales:
+            scale.fill_(-1e-3)
+    used = [q.effective_scale() for q in quantized.activation_quantizers()]
+    used += [q.qparams(w)[0] for q, w in quantized.rounded_weights()]
+    for now, before in zip(used, first, strict=True):
+        torch.testing.assert_close(now.detach(), before / 64)
+    wanted = network()(X).detach()
+    optimizer = torch.optim.SGD(scales, lr=1e-6)
+    (quantized(X) - wanted).square().sum().backward()
+    optimizer.step()
+    assert any((scale > -1e-3).any() for scale in scales)
+    assert all((scale >= -1e-3).all() for scale in scales)  # it gets no gradient that would let it fall further
+    quantized.freeze_statistics_()
+    quantized.convert_()
+    assert "learned scales fell below 0.015625 of their first values" in caplog.text
+    quantized.eval()
+    path = ck.export_onnx(quantized, tmp_path / "q.onnx", (X,))
+    assert ck.verify_onnx(path, quantized, [X]).passed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import networks
 import pytest
 import torch
@@ -93,3 +95,16 @@ def test_bad_widths_are_refused(widths) -> None:
 def test_widths_that_change_nothing_are_refused() -> None:
     with pytest.raises(SettingError, match=r"QAT\(progressive=\(4,\)\): nothing has fewer bits than 4, the least is 4"):
         ck.QAT(epochs=1, bits=Bits(weights=4), progressive=(4,))(build(networks.Residual), images_task(ck))
+
+
+def test_the_least_of_a_learned_scale_changes_with_it() -> None:
+    quantized = prepare_qat(build(networks.Residual), [image(16)], bits=Bits(weights=2), learned=True)
+    again = copy.deepcopy(quantized)
+    bits, other = ProgressiveBits(quantized, (8, 4)), ProgressiveBits(again, (8, 4))
+    for done in (0.0, 0.3):
+        bits.step_(done)
+        for rounding, _ in quantized.rounded_weights():
+            torch.testing.assert_close(rounding.least, rounding.scale.detach() / 64)
+    other.resume_from_(bits.resume_state())
+    for (a, _), (b, _) in zip(quantized.rounded_weights(), again.rounded_weights(), strict=True):
+        torch.testing.assert_close(a.least, b.least)

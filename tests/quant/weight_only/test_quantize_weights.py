@@ -22,6 +22,7 @@ from compresskit.graph.surgery import get_tensor
 from compresskit.measure import numpy_inputs, session
 from compresskit.quant import BlockScheme, quantize_weights
 from compresskit.quant.numerics.block_grid import BlockQuantizer, WeightMatrix
+from compresskit.quant.numerics.error_feedback import rounded_in_turn
 from compresskit.quant.weight_only import DEQUANTIZE_LINEAR, MATMUL_NBITS, MATMUL_NBITS_INT8, gptq, round_to_nearest
 from compresskit.quant.weight_only.weight_model import block_quantizers
 
@@ -330,6 +331,27 @@ def test_stored_zeros_are_those_of_the_masks(tmp_path) -> None:
             assert torch.equal(integers != 0, mask), name
 
 
+WRONG = [
+    (dict(skip="head"), r"skip=...\): wanted a tuple of texts, got 'head'"),
+    (dict(strict=3), r"strict=...\): wanted True or False, got 3"),
+    (dict(strict="all"), r'strict="all"\): wanted True or False: .* "all" is of quantize_static and QAT; write strict=True'),
+    (dict(dynamic="x"), r"dynamic=...\): wanted dimensions, such as \(0, 2, 3\)"),
+    (dict(scheme=4), r"scheme=...\): wanted a number format, such as ck.quant.BlockScheme\(bits=8, block_size=None\), got 4"),
+    (dict(embeddings=8), r"embeddings=...\): wanted a number format.* or None for float, got 8"),
+    (dict(overrides=["a"]), r"overrides=...\): wanted \{"),
+    (dict(overrides={"inner": 4}), r"overrides=\{'inner': ...\}\): wanted a number format"),
+    (dict(storage="x"), r"storage=...\): wanted a storage such as ck.quant.weight_only.MATMUL_NBITS, got 'x'"),
+    (dict(rounding="gptq"), r"rounding=...\): wanted a function such as ck.quant.weight_only.gptq, got 'gptq'"),
+    (dict(awq="no"), r"awq=...\): wanted True or False, got 'no'"),
+]
+
+
+@pytest.mark.parametrize(("settings_", "said"), [*WRONG, (dict(samples="a"), r"samples=...\): wanted a whole number")])
+def test_the_stage_refuses_the_same_where_it_is_made(settings_, said) -> None:
+    with pytest.raises(SettingError, match=rf"WeightQuant\({said}"):
+        ck.WeightQuant(**settings_)
+
+
 @pytest.mark.parametrize(
     ("settings_", "error", "said"),
     [
@@ -337,6 +359,7 @@ def test_stored_zeros_are_those_of_the_masks(tmp_path) -> None:
         (dict(skip=("nowhere",)), SettingError, "nowhere"),
         (dict(overrides={"nowhere": None}), SettingError, "the matrices are"),
         (dict(convolutions=BlockScheme()), SettingError, "one scale for each channel"),
+        *((settings, SettingError, rf"quantize_weights\({said}") for settings, said in WRONG),
     ],
 )
 def test_bad_settings_are_refused(settings_, error, said) -> None:
@@ -391,3 +414,59 @@ def test_layers_with_folded_batchnorm_are_rounded(tmp_path) -> None:
     assert len([m for m in quantized.modules() if isinstance(m, BlockQuantizer)]) == 2
     path = ck.export_onnx(quantized, tmp_path / "m.onnx", x[:4])
     torch.testing.assert_close(ran(path, (x,), optimize=False), quantized(x), rtol=1e-4, atol=1e-4)
+
+
+class Looked(nn.Module):
+    """A layer, or a product by a second table, that reads what it looks up; `tied`: the table is the layer's weight, too."""
+
+    def __init__(self, kind: str, width: int = 24) -> None:
+        super().__init__()
+        self.kind, self.table, self.other = kind, nn.Embedding(31, width), nn.Embedding(31, 24)
+        self.layer = nn.Linear(width, 24)
+
+    def forward(self, ids):
+        x = self.table(ids)
+        if self.kind == "tied":
+            return F.linear(F.relu(x), self.table.weight)
+        return self.layer(x) if self.kind == "layer" else x @ self.other(torch.cat([ids, ids, ids[:, :6]], 1))
+
+
+@pytest.mark.parametrize("kind", ["layer", "product"])
+@pytest.mark.parametrize("block", [None, 16])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_products_read_looked_up_rows_with_zero_points(kind, block, symmetric, tmp_path) -> None:
+    """ONNX Runtime multiplies such rows in integers by one zero point, and refused to run where each row has its own."""
+    given = torch.randint(0, 31, (4, 9))
+    table = BlockScheme(bits=8, block_size=block, symmetric=False)
+    layer = BlockScheme(bits=8, block_size=block, symmetric=symmetric)
+    quantized = quantize_weights(Looked(kind).eval(), given, scheme=layer, embeddings=table)
+    path = ck.export_onnx(quantized, tmp_path / "m.onnx", given)
+    assert ck.verify_onnx(path, quantized, [(given,)]).passed
+
+
+@pytest.mark.parametrize("storage", [MATMUL_NBITS, DEQUANTIZE_LINEAR], ids=["nbits", "standard"])
+@pytest.mark.parametrize(("width", "block"), [(23, None), (13, 16)])
+def test_zero_points_of_bytes_that_equal_those_of_four_bits_stay_bytes(width, block, storage, tmp_path) -> None:
+    """torch's exporter merges equal tensors: packed zero points of one block, and those of a table that cannot be packed."""
+    given = torch.randint(0, 31, (4, 9))
+    four = BlockScheme(bits=4, block_size=block, symmetric=False)
+    quantized = quantize_weights(Looked("tied", width).eval(), given, scheme=four, embeddings=four, storage=storage)
+    path = ck.export_onnx(quantized, tmp_path / "m.onnx", given)
+    assert ck.verify_onnx(path, quantized, [(given,)]).passed
+    kinds = {i.data_type for i in onnx.load(path).graph.initializer}
+    assert onnx.TensorProto.UINT4 in kinds
+
+
+@pytest.mark.parametrize("value", [1e21, 3e38])
+def test_gptq_takes_values_whose_squares_fp32_does_not_hold(value) -> None:
+    x = torch.randn(4, 10, 24)
+    x[0, 0, 0] = value
+    model = nn.Sequential(nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 7)).eval()
+    quantized = quantize_weights(model, [x], rounding=gptq)
+    assert all(torch.isfinite(p).all() for p in quantized.parameters())
+
+
+def test_moments_that_are_not_finite_are_refused() -> None:
+    moment = torch.full((1, 4, 4), torch.inf, dtype=torch.float64)
+    with pytest.raises(DataError, match="second moments .* are nan or infinite; clean the calibration data"):
+        rounded_in_turn(torch.randn(1, 3, 4), moment, lambda index, ahead: ahead(1)[..., 0])

@@ -105,7 +105,7 @@ def test_what_users_write_is_escaped() -> None:
     evil = "<script>alert(1)</script>\"'&"
     history = {evil: [{"label": evil, "epochs": [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.5}]}]}
     run = a_run(f"runs/{evil.replace('/', '')}", history=history, environment={evil: {evil: evil}}, recipe={evil: evil})
-    run.rows[1] = row(evil, bytes=10, note=evil)
+    run.rows[1] = row(evil, bytes=10)
     run.stages, run.metric, run.missing, run.reused = ["1-train", evil], evil, [evil], [evil]
     text = page_of_runs([run, a_run()])
     Page(text)
@@ -186,11 +186,11 @@ def test_a_page_stays_small() -> None:
 
 def test_the_table_has_a_line_for_each_stage() -> None:
     run = a_run()
-    run.rows[1] = row("2,qat", note='say "x"')
+    run.rows[1] = row('2,qat "x"')
     lines = list(csv.DictReader(io.StringIO(csv_of_runs([run]))))
     assert [line["run"] for line in lines] == ["first", "first"]
     assert (lines[0]["bytes"], lines[0]["latency_ms"], lines[1]["bytes"]) == ("4096", "1.0", "")
-    assert (lines[1]["stage"], lines[1]["note"]) == ("2,qat", 'say "x"')
+    assert lines[1]["stage"] == '2,qat "x"'
 
 
 @pytest.mark.parametrize("metric", ["<lambda>", "f1"])

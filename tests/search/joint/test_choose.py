@@ -140,3 +140,5 @@ def test_bad_input_says_what_to_do() -> None:
         choose_channels_and_bits(small(), BATCHES, 9000, widths=(1, 8))
     with pytest.raises(ck.SettingError, match=r"ratios=.*fractions in \(0, 1\), got \(1.0,\)"):
         choose_channels_and_bits(small(), BATCHES, 9000, ratios=(1.0,))
+    with pytest.raises(ck.SettingError, match=r"reads gradients, which needs data; pass choose_channels_and_bits\(task=...\)"):
+        choose_channels_and_bits(small(), BATCHES, 9000, criterion=ck.prune.criteria.taylor)

@@ -73,7 +73,7 @@ def test_the_rounding_of_computed_weights_is_measured_as_that_of_plain_ones(kind
 
 def test_sizes_count_computed_weights_with_their_channels_and_bits() -> None:
     model = conv_net(parametrizations.weight_norm).eval()
-    analysis, _, _ = analyze_channels(model, (X,))
+    analysis, _, _ = analyze_channels(model, (X,), where="plan_channels")
     stored = {f"{place}.weight": model[place].weight.detach() for place in (0, 2, 6)}
     assert stored_weights(model, analysis, stored, {"0.weight": 0, "2.weight": 1}) == [
         StoredWeight(layer=0, outputs=Side(fixed=0, groups={0: 1}), inputs=Side(fixed=3, groups={}), rest=9),
@@ -85,7 +85,7 @@ def test_sizes_count_computed_weights_with_their_channels_and_bits() -> None:
 @pytest.mark.parametrize("width", [16, 24])
 def test_sizes_of_a_matrix_that_is_stored_transposed_follow_its_channels(width: int) -> None:
     model = OwnMatrix(transposed=False, width=width).eval()
-    analysis, _, _ = analyze_channels(model, (TOKENS,))
+    analysis, _, _ = analyze_channels(model, (TOKENS,), where="plan_channels")
     groups = {group.layer: number for number, group in enumerate(analysis.groups)}
     found = stored_weights(model, analysis, {"own": model.own.detach().t().contiguous()}, {"own": 0})
     outputs, inputs = Side(fixed=0, groups={groups[""]: 1}), Side(fixed=0, groups={groups["first"]: 1})

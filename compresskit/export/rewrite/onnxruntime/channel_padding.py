@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
-from compresskit.export.rewrite.common import constant, dequantize_of, own_decoder, replace_stored, symmetric_integers
+from compresskit.export.rewrite.common import constant, decoder_of, dequantize_of, own_decoder, replace_stored, symmetric_integers
 
 LANES_OF_KERNEL = 16  # channels that the integer kernels compute at a time
 LEAST_CHANNELS = 8  # of a convolution that is not depthwise, below which 16 are not faster
@@ -189,17 +189,11 @@ def _at(stored: np.ndarray, axis: int, extra: int) -> list[tuple[int, int]]:
 
 def _integer_filters(conv: ir.Node) -> np.ndarray | None:
     """The integer weights (O, I, h, w) of a convolution that reads rounded values; None of any other."""
-    stored = symmetric_integers(_decoder(conv.inputs[1]))
+    stored = symmetric_integers(decoder_of(conv.inputs[1]))
     rounded = dequantize_of(conv.inputs[0]) is not None
     bias = conv.inputs[2] if len(conv.inputs) > 2 else None
-    known = bias is None or constant(bias) is not None or symmetric_integers(_decoder(bias)) is not None
+    known = bias is None or constant(bias) is not None or symmetric_integers(decoder_of(bias)) is not None
     return stored if stored is not None and stored.ndim == 4 and rounded and known else None
-
-
-def _decoder(value: ir.Value | None) -> ir.Node | None:
-    """The DequantizeLinear that makes a value, with a zero point or without; else None."""
-    node = None if value is None else value.producer()
-    return node if node is not None and node.op_type == "DequantizeLinear" else None
 
 
 def _is_depthwise(conv: ir.Node, channels: int) -> bool:

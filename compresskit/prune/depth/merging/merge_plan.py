@@ -9,8 +9,11 @@ from typing import Any
 from torch import nn
 
 from compresskit.base.errors import CheckpointError, ModelError
+from compresskit.base.files import sealed, unsealed
 from compresskit.graph.masks import masks_of
 from compresskit.prune.depth.merging.merge_runs import Convolution, ConvolutionRun, gather_, merge_
+
+SEALED_RUNS = ("runs", "sizes")  # what a plan of merges changes, whose digest it has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +97,12 @@ class MergePlan:
         runs = [{name: list(value) for name, value in vars(run).items()} for run in self.runs]
         sizes = {name: list(shape) for name, shape in self.sizes.items()}
         lines, kernels = [dict(vars(line)) for line in self.lines], [list(kernel) for kernel in self.kernels]
-        return vars(self) | {"runs": runs, "lines": lines, "kernels": kernels, "sizes": sizes}
+        return sealed(vars(self) | {"runs": runs, "lines": lines, "kernels": kernels, "sizes": sizes}, SEALED_RUNS)
 
     @staticmethod
     def from_json(record: Mapping[str, Any]) -> MergePlan:
-        """The plan that `to_json` wrote; CheckpointError where the record is something else."""
+        """The plan that `to_json` wrote; CheckpointError where the record is something else, or was changed since."""
+        record = unsealed(record, SEALED_RUNS, "plan of merges", "plan again, with runs=(name, ...) for others")
         try:
             runs = tuple(
                 ConvolutionRun(**{name: tuple(map(str, value)) for name, value in run.items()}) for run in record["runs"]

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from compresskit.base.budget import Budget, Budgeted
+from compresskit.base.budget import Budget, Budgeted, Quantity
 from compresskit.base.distributed import on_rank_zero, world_size
 from compresskit.base.errors import SettingError
 from compresskit.base.inputs import calibration_inputs
@@ -19,7 +19,7 @@ from compresskit.graph.surgery import frozen_copy
 from compresskit.prune.depth.merging.merge_costs import MergeCost, saved_milliseconds
 from compresskit.prune.depth.merging.merge_importance import MergeImportance, merged_error
 from compresskit.prune.depth.merging.merge_plan import MergePlan
-from compresskit.prune.depth.merging.plan_merges import check_merging, plan_merges
+from compresskit.prune.depth.merging.plan_merges import MERGE_QUANTITIES, check_merging, plan_merges
 from compresskit.prune.depth.merging.prove_merges import merge_checked_
 from compresskit.train.batchnorm import reestimate_batchnorm_
 from compresskit.train.train import Train, fit_
@@ -41,6 +41,7 @@ class Merge(Budgeted, Stage):
         samples: samples that the importance reads. repair: samples for BatchNorm statistics.
     """
 
+    quantities: ClassVar[tuple[Quantity, ...]] = MERGE_QUANTITIES
     needs: ClassVar[frozenset[str]] = PROPERTIES
 
     budget: Budget | None = None

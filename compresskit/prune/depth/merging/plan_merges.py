@@ -8,7 +8,7 @@ from functools import cached_property
 
 from torch import Tensor, nn
 
-from compresskit.base.budget import Budget, check_budget, takes_budget
+from compresskit.base.budget import Budget, Quantity, check_budget, takes_budget
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.inputs import AnyInputs, as_inputs, calibration_inputs
 from compresskit.base.task import Inputs, Task
@@ -32,13 +32,15 @@ from compresskit.prune.depth.merging.merge_runs import (
 )
 from compresskit.prune.depth.merging.prove_merges import check_merges, runs_that_cannot_go
 
+#: Quantities that a budget of merged runs may be one of.
+MERGE_QUANTITIES: tuple[Quantity, ...] = ("latency", "macs", "parameters")
 MOST_EXPORTED = 6  # candidates that are exported and measured for one budget
 MOST_LISTED_RUNS = 6  # that a refusal lists
 LONGEST_RUN = 8
 MOST_MORE_MACS = 0.1  # of the model's, that one convolution may take and yet be expected to be faster
 
 
-@takes_budget
+@takes_budget(*MERGE_QUANTITIES)
 def plan_merges(
     model: nn.Module,
     example: AnyInputs,
@@ -103,7 +105,7 @@ def check_merging(
     if (budget is None) == (runs is None):
         raise SettingError(f"{where}(): wanted either budget=ck.keep(latency=0.7), or runs=, a number or a tuple of names")
     if budget is not None:
-        check_budget(budget, f"{where}(budget=...)", ("latency", "macs", "parameters"))
+        check_budget(budget, f"{where}(budget=...)", MERGE_QUANTITIES)
     names = isinstance(runs, tuple) and runs and all(isinstance(name, str) for name in runs)
     if runs is not None and not names and not (type(runs) is int and runs >= 1):
         raise SettingError(f"{where}(runs=...): wanted a whole number >= 1, or a tuple of names, got {runs!r}")

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import ModelError, named_first_line
 from compresskit.base.task import Inputs, first_rows
+from compresskit.graph.differences import any_finite, relative_difference
 from compresskit.graph.interpreter import run_graph
 from compresskit.graph.layers.merging import geometry_of, set_geometry_
 from compresskit.graph.layers.stored import bias_of, replace_weights_, stored_value
@@ -22,15 +23,15 @@ from compresskit.graph.surgery import copy_model, frozen_copy
 from compresskit.prune.depth.merging.find_runs import FoundRuns, find_runs
 from compresskit.prune.depth.merging.merge_runs import ConvolutionRun, gather_, merge_, shrunk_weight, sizes_in
 from compresskit.prune.depth.prove_blocks import (
+    NOTHING_FINITE,
     SINGLE_TOLERANCE,
     WIDE_TOLERANCE,
     changed_inputs,
     outputs_of,
-    relative_error,
     runs_here,
     training_failure,
 )
-from compresskit.prune.structure.repeatable import repeatable, varied_inputs
+from compresskit.prune.structure.repeatable import repeatable, varied_inputs, vary_constants_
 
 
 def check_merges(model: nn.Module, runs: Collection[ConvolutionRun], example: Inputs) -> str | None:
@@ -47,6 +48,7 @@ def check_merges(model: nn.Module, runs: Collection[ConvolutionRun], example: In
     wide, double, tolerance = copy_model(model).double().eval(), changed_inputs(example, Tensor.double), WIDE_TOLERANCE
     if not runs_here(wide, double):
         wide, double, tolerance = copy_model(model).eval(), example, SINGLE_TOLERANCE
+    vary_constants_(wide)
     found = find_runs(wide, double, longest=max(len(run.layers) for run in runs), shrink=any(run.shrunk for run in runs))
     if missing := [run.name for run in runs if run.name not in found.runs]:
         return f"{missing[0]} is no run for inputs of another kind"
@@ -61,9 +63,11 @@ def check_merges(model: nn.Module, runs: Collection[ConvolutionRun], example: In
         except Exception as error:
             return f"the model does not run without it: {named_first_line(error)}"
         wanted = _outputs_of_graph(reference, inputs)
+        if wanted and not any_finite(wanted):
+            return NOTHING_FINITE
         if [v.shape for v in got] != [v.shape for v in wanted]:
             return "the outputs have other shapes with one convolution"
-        worst = max((relative_error(a, b) for a, b in zip(got, wanted, strict=True)), default=0.0)
+        worst = max((relative_difference(a, b) for a, b in zip(wanted, got, strict=True)), default=0.0)
         if not worst <= tolerance:
             return f"one convolution gives something else than its layers without the activations, by {worst:.2g}"
     return training_failure(model, merge_(gather_(copy_model(model), runs)), example)
@@ -116,7 +120,7 @@ def merge_checked_(model: nn.Module, example: Inputs) -> nn.Module:
         before, after = outputs_of(wide, inputs), outputs_of(merge_(wide), inputs)
     else:
         before, after, tolerance = outputs_of(model, example), outputs_of(merge_(copy_model(model)), example), SINGLE_TOLERANCE
-    worst = max((relative_error(a, b) for a, b in zip(after, before, strict=True)), default=0.0)
+    worst = max((relative_difference(a, b) for a, b in zip(before, after, strict=True)), default=0.0)
     if not worst <= tolerance:
         raise ModelError(
             f"{type(model).__name__}: with one convolution in the place of each run its outputs differ by {worst:.2g} of their"

@@ -149,6 +149,11 @@ class OperatorCall:
         return str(self.node.meta.get("path", ""))
 
     @property
+    def module(self) -> nn.Module:
+        """That module."""
+        return self.state.trace.module.get_submodule(self.path)
+
+    @property
     def kind(self) -> str:
         """The operator's name: `add` for `aten.add_.Tensor`."""
         return operator_name(self.target).rstrip("_")
@@ -319,14 +324,13 @@ class OperatorCall:
 
     def add_size_attribute(self, attribute: str, labels: Tensor, position: int | None = None) -> None:
         """An attribute of a norm without weights repeats a width."""
-        module = self.state.trace.module.get_submodule(self.path)
-        if hasattr(module, attribute) and getattr(module, "weight", None) is None:
+        if hasattr(self.module, attribute) and getattr(self.module, "weight", None) is None:
             size = SizeAttribute(path=self.path, attribute=attribute, labels=labels, position=position)
             self.state.size_attributes.append(size)
 
     def add_number_of_groups(self, result: Tensor, labels: Tensor) -> None:
         """A group norm has as many groups as channels; the number is an attribute of torch's layer, or given by the code."""
-        if isinstance(self.state.trace.module.get_submodule(self.path), nn.GroupNorm):
+        if isinstance(self.module, nn.GroupNorm):
             self.state.size_attributes.append(SizeAttribute(path=self.path, attribute="num_groups", labels=labels))
         else:
             self.add_hard_coded_size(result)

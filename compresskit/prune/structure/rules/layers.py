@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from compresskit.graph.normalize import aten
 from compresskit.prune.structure.channel_sets import expand_along
@@ -41,7 +41,10 @@ def rule_conv(call: OperatorCall) -> RuleResult:
     call.assign_bias(made)
     macs = math.prod(call.shape) * math.prod(weight.shape[1:])
     call.add_cost(macs, made, inputs if groups == 1 else None if depthwise else inputs[: len(inputs) // groups])
-    return expand_along(made, channels, call.shape)
+    result = expand_along(made, channels, call.shape)
+    if depthwise and not isinstance(call.module, nn.modules.conv._ConvNd):  # torch's own groups follow their weights
+        call.add_given_size(result, "in as many groups as the code says")
+    return result
 
 
 @rule_for(aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input)
@@ -112,9 +115,9 @@ def rule_embedding(call: OperatorCall) -> RuleResult:
     return expand_along(made, len(call.shape) - 1, call.shape)
 
 
-def lock_computed_weight(call: OperatorCall, reason: str = "") -> RuleResult:
+def lock_computed_weight(call: OperatorCall) -> RuleResult:
     """Lock the inputs of a layer whose weight is no parameter, or is read in a way that cannot be followed."""
-    reason = reason or f"the weight of {call.where} is computed in the forward pass"
+    reason = f"the weight of {call.where} is computed in the forward pass"
     views = [v for v in tensor_leaves((call.args, call.kwargs)) if isinstance(v, ParameterView)]
     call.state.unfollowed_weights.update(v.name for v in views if len(v.shape) > 1)
     for name in _parameters_behind(call, call.node.args[1]):

@@ -33,7 +33,7 @@ def rule_concat(call: OperatorCall) -> RuleResult:
         if any(len(v.shape) < 2 for v in call.args[0]):
             return call.lock_inputs(f"no rule for {call.target} of vectors")
         dim = int(call.target is aten.hstack.default)
-    values = [v for v in call.args[0] if not (v.shape == (0,) and len(call.args[0]) > 1)]
+    values = [v for v in _with_free_states(call, dim) if not (v.shape == (0,) and len(call.args[0]) > 1)]
     if call.target is aten.stack.default:
         dim %= len(values[0].shape) + 1
         values = [v.map(lambda a: a.unsqueeze(dim)) if isinstance(v, ParameterView) else v.unsqueeze(dim) for v in values]
@@ -50,7 +50,24 @@ def rule_concat(call: OperatorCall) -> RuleResult:
     for d in range(parts[0].ndim):
         if d != dim and not any(d in varying for varying in dims):
             parts = [p.narrow(d, 0, 1) if p.shape[d] else p for p in parts]
-    return tighten(torch.cat(parts, dim).expand(call.shape))
+    result = tighten(torch.cat(parts, dim).expand(call.shape))
+    if any(bool((collapse_expanded(v) == UNCONSTRAINED).any()) for v in parts):
+        call.add_given_size(result)
+    return result
+
+
+def _with_free_states(call: OperatorCall, dim: int) -> list[Any]:
+    """What is put side by side; zeros or ones beside activations take any width, as the first state of a recurrent cell does.
+
+    Not so behind channels: there they may fill up the width of a shortcut.
+    """
+    values, nodes = call.args[0], call.node.args[0]
+    if not all(isinstance(v, Tensor) for v in values) or any(dim % v.ndim in varying_dims(v) for v in values if v.ndim):
+        return list(values)
+    return [
+        torch.full((), UNCONSTRAINED).expand(v.shape) if call.is_blank(n) and bool((collapse_expanded(v) == 0).all()) else v
+        for v, n in zip(values, nodes, strict=True)
+    ]
 
 
 def _labels_beside(call: OperatorCall, value: Any, moving: list[int]) -> Tensor:

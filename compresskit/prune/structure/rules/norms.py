@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from compresskit.graph.normalize import aten
 from compresskit.prune.structure.channel_sets import expand_along, varying_dims
@@ -64,7 +64,10 @@ def rule_layer_norm(call: OperatorCall) -> RuleResult:
     call.assign_vector(call.argument("bias"), labels, inside[0] - first)
     call.add_size_attribute("normalized_shape", labels, inside[0] - first)
     call.add_statistic(labels, inside[0])
-    return expand_along(labels, inside[0], call.shape)
+    result = expand_along(labels, inside[0], call.shape)
+    if not isinstance(call.module, nn.LayerNorm | nn.RMSNorm):  # torch's own shapes follow their weights
+        call.add_hard_coded_size(result)
+    return result
 
 
 @rule_for(aten.prelu.default)

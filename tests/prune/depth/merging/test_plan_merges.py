@@ -151,6 +151,8 @@ def test_plans_print_serialize_and_apply_to_another_model() -> None:
         plan.apply_(masked)
     with pytest.raises(CheckpointError, match="not a plan of merges"):
         MergePlan.from_json({"runs": 3})
+    with pytest.raises(CheckpointError, match=r"the plan of merges was changed after it was made, .*; plan again"):
+        MergePlan.from_json(plan.to_json() | {"runs": []})
 
 
 def test_channels_are_pruned_afterwards() -> None:

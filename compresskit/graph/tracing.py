@@ -1,0 +1,59 @@
+"""What tracing needs of the whole process: one thread at a time, torch's log of sizes silent, which classes were warned of."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary
+
+SIZES_LOG = "torch.fx.experimental.symbolic_shapes"  # torch's logger of the sizes of a traced model
+
+_tracing = threading.RLock()
+#: Class of a model -> what it was warned of. Effort levels trace one model many times. Classes that a user drops are not held.
+_warned: WeakKeyDictionary[type, set[Hashable]] = WeakKeyDictionary()
+
+
+@contextmanager
+def one_thread_traces() -> Iterator[None]:
+    """Let one thread of the process at a time trace or export inside the block; others wait, and it may enter it again.
+
+    Tracing and exporting replace functions of torch and onnxscript, standard error and the filters of warnings for the whole
+    process. Two threads that put them back in another order would leave a replaced one there for good. Torch's log of sizes tells
+    of its own internals; it is silent inside, and afterwards as it was.
+    """
+    with _tracing, log_level(SIZES_LOG, logging.CRITICAL):
+        yield
+
+
+@contextmanager
+def log_level(name: str, level: int) -> Iterator[None]:
+    """Give a logger of another library a level inside the block, and the one that it had after it."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(level)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def first_time(cls: type, what: Hashable) -> bool:
+    """Whether this is asked for the first time in a process about a class: of what is said once, it is said then."""
+    said = _warned.setdefault(cls, set())
+    new = what not in said
+    said.add(what)
+    return new
+
+
+def _free_in_child() -> None:
+    # A worker of a loader, forked while another thread traces, has no such thread, and would wait for it for ever.
+    global _tracing
+    _tracing = threading.RLock()
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_free_in_child)
