@@ -107,6 +107,7 @@ def kind(module: nn.Module) -> nn.Module:
     ("model", "example", "dynamic", "where"),
     [
         (Net(lambda y, x: y if x.shape[1] > 10 else 2 * y), TOKENS, (0, 1), r"x\.size\(1\) <= 10; .* \[\(2, 11, 4\)\]"),
+        (Net(lambda y, x: (y if x.shape[1] > 10 else 2 * y).masked_fill(torch.arange(4) < 1, -1e9)), TOKENS, (0, 1), r"<= 10;"),
         (Net(lambda y, x: y if x.shape[1] == 14 else 2 * y), TOKENS, (0, 1), r"x\.size\(1\) != 14"),
         (Net(lambda y, x: y if x.shape[0] > 5 else 2 * y), TOKENS, (0,), r"x\.size\(0\) <= 5"),
         (Net(lambda y, x: y if x.shape[0] == 1 else 2 * y), TOKENS, (0,), r"no size that varies is 1; .* \[\(1, 8, 4\)\]"),
@@ -114,7 +115,7 @@ def kind(module: nn.Module) -> nn.Module:
         (PadToEight(), IMAGE, (0, 2, 3), r"x\.size\(2\)\) % 8\) == 0 and .*x\.size\(3\)\) % 8\) == 0; .*\[\(2, 3, 15, 15\)\]"),
         (GrowingTable(), TOKENS, (0, 1), r"x\.size\(1\) <= 8; for inputs of shape \[\(2, 9, 4\)\]"),
     ],
-    ids=["longer", "one length", "rows", "one row", "one step", "padding", "table"],
+    ids=["longer", "longer beside fills", "one length", "rows", "one row", "one step", "padding", "table"],
 )  # fmt: skip
 def test_a_warning_says_for_which_sizes_a_graph_is_right(model, example, dynamic, where, tmp_path) -> None:
     model = kind(model).eval()
