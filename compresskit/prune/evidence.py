@@ -186,9 +186,9 @@ def channels_first(module: nn.Module, values: Tensor) -> Tensor:
     return with_batch(module, values.detach()).movedim(1, 0).flatten(1)
 
 
-def with_batch(convolution: nn.Module, values: Tensor) -> Tensor:
+def with_batch(convolution: Any, values: Tensor) -> Tensor:
     """Inputs or outputs of a convolution with a batch dimension: torch takes one sample without, (channels, height, width)."""
-    return values[None] if values.ndim == convolution.get_parameter("weight").ndim - 1 else values
+    return values[None] if values.ndim == convolution.weight.ndim - 1 else values
 
 
 def _activations(model: nn.Module, names: Collection[str], inputs: Inputs) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

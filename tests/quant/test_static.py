@@ -141,7 +141,7 @@ def test_settings_of_the_sister_functions_are_checked_too() -> None:
     for refuse in (ck.quant.prepare_qat, ck.quant.repair):
         with pytest.raises(SettingError, match=rf"^{refuse.__name__}\(skip=...\): wanted a tuple of texts, got 'x'"):
             refuse(build(networks.Chain), [image(16)], skip="x")
-    with pytest.raises(SettingError, match=r"^dynamic: wanted dimensions, .* got 'batch'"):
+    with pytest.raises(SettingError, match=r"^quantize_dynamic\(dynamic=\.\.\.\): wanted dimensions, .* got 'batch'"):
         ck.quant.quantize_dynamic(build(networks.Chain), [image(2)], dynamic="batch")
 
 

@@ -133,6 +133,7 @@ def test_torchvision_prunes(name) -> None:
     model.train()(x[0].repeat(2, 1, 1, 1)).sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore:fp16 on a CPU is for numerics only")
 @pytest.mark.parametrize("precision", [ck.mixed.FP32, ck.mixed.MASTER_FP16, ck.mixed.SPLIT_BF16], ids=lambda p: p.name)
 def test_resnet20_keeps_its_zeros_to_int8(tmp_path, precision) -> None:
     """Sparsify(0.9), Distill, QAT, ONNX: the zeros of the int8 weights are those of the mask, also after a kill."""

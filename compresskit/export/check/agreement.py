@@ -129,7 +129,7 @@ def fills_as_infinity(*outputs: np.ndarray) -> tuple[np.ndarray, ...]:
     """The outputs, of one shape, with infinity for what code fills in (`graph.differences.filled_in`)."""
     if outputs[0].dtype.kind != "f":
         return outputs
-    filled = filled_in(*map(torch.from_numpy, outputs))
+    filled = filled_in(*(torch.from_numpy(np.ascontiguousarray(v)) for v in outputs))
     return outputs if filled is None else tuple(np.where(filled.numpy(), np.copysign(np.inf, v), v) for v in outputs)
 
 
