@@ -212,7 +212,7 @@ def _holds_out_a_part(workshop: Workshop) -> bool:
 
 def _write_script(recipe: Recipe, out: Path, title: str) -> None:
     with atomic(out / SCRIPT) as file:
-        file.write_text(as_script(recipe, title=title, name=SCRIPT, out=str(out / "again")))
+        file.write_text(as_script(recipe, title=title, name=SCRIPT, out="again"))
 
 
 def _settings(options: SearchOptions) -> SearchSettings:

@@ -47,12 +47,12 @@ if __name__ == "__main__":
         sys.exit(__doc__)
     sys.path.insert(0, str(Path(sys.argv[1]).resolve().parent))  # as if the file were run
     given = runpy.run_path(sys.argv[1])
-    print(recipe.run(given["model"], given["task"], out="{out}"))
+    print(recipe.run(given["model"], given["task"], out=Path(__file__).parent / "{out}"))
 '''
 
 
 def as_script(recipe: Recipe, *, title: str, name: str, out: str) -> str:
-    """The text of a script that runs a recipe on the model and the task of a file."""
+    """The text of a script that runs a recipe on the model and the task of a file. out: name of the run's folder, beside it."""
     writer = SourceWriter()
     stages = [f"    {writer.source(stage, f'stage {i}')},\n" for i, stage in enumerate(recipe.stages, 1)]
     dynamic = "" if recipe.dynamic == (0,) else f"    dynamic={writer.source(recipe.dynamic, 'dynamic')},\n"

@@ -31,9 +31,13 @@ def test_the_written_recipe_runs_a_file_that_imports_one_beside_it(model, task, 
     )
     (tmp_path / "mine.py").write_text("from beside_it import model, task\n")
     monkeypatch.setattr("sys.path", [*sys.path])
-    monkeypatch.setattr("sys.argv", [str(found.code), str(tmp_path / "mine.py")])
-    runpy.run_path(str(found.code), run_name="__main__")
+    (tmp_path / "s").rename(tmp_path / "moved")
+    code = tmp_path / "moved" / found.code.name
+    monkeypatch.setattr("sys.argv", [str(code), str(tmp_path / "mine.py")])
+    runpy.run_path(str(code), run_name="__main__")
     assert "0-start" in capsys.readouterr().out
+    assert (tmp_path / "moved" / "again" / "model.onnx").exists()
+    assert not (tmp_path / "s").exists()
     assert sys.modules.pop("beside_it").__file__ == str(tmp_path / "beside_it.py")
 
 
