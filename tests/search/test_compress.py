@@ -358,9 +358,9 @@ def test_convolutions_that_are_faster_as_one_are_ranked_and_merged(task, monkeyp
 def test_the_search_merges_convolutions(task, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(Workshop, "_ranked_runs", RANKED_RUNS)
     model = networks.build(Narrow)
-    found = ck.compress(model, task, ck.at_most(macs="2x"), out=tmp_path, **{**QUICK, "trials": 4})
+    found = ck.compress(model, task, ck.at_most(macs="2x"), out=tmp_path, **{**QUICK, "trials": 3})
     merged = [tried for tried in found.tried if tried.candidate.merged]
-    assert [tried.candidate.merged for tried in merged] == [2]  # of three, before the sampler decides
+    assert [tried.candidate.merged for tried in merged] == [2]  # of three; what cannot be made does not count
     assert merged[0].figures.macs < found.dense.macs
     stages = merged[0].candidate.stages(
         order=Removable(runs=tuple(read_json(tmp_path / "order.json", "")["runs"])), samples=8, train=None
