@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+NOTHING_FINITE = "no output of the model is finite on the example, so that nothing can be compared"
 FAR_LARGER = 1000  # times an entry's own size: what is larger than that says nothing about the entry's rounding
 SMALLEST_WIDE, SMALLEST_SINGLE = 1e-2, 1.0  # the least size by which differences are divided, in float64 and in other dtypes
 #: Of numbers that are filled in: their least size, how many times larger than all others they are, how few there are of them,

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compresskit.base.errors import named_first_line
 from compresskit.base.task import Inputs, call, first_rows
-from compresskit.graph.differences import any_finite, relative_difference
+from compresskit.graph.differences import NOTHING_FINITE, any_finite, relative_difference
 from compresskit.graph.surgery import copy_model, frozen_copy, mode
 from compresskit.measure import few_rows
 from compresskit.prune.depth.find_blocks import ResidualBlock, find_blocks, outermost
@@ -25,7 +25,6 @@ from compresskit.prune.structure.repeatable import repeatable, state_restored, v
 from compresskit.prune.structure.trace import repeat_rows
 
 WIDE_TOLERANCE, SINGLE_TOLERANCE = 1e-9, 1e-4  # of the largest output, in float64 and float32
-NOTHING_FINITE = "no output of the model is finite on the example, so that nothing can be compared"
 
 
 class BranchesZeroed(TorchDispatchMode):

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from compresskit.base.errors import named_first_line
 from compresskit.base.inputs import AnyInputs, as_inputs
 from compresskit.base.task import Inputs, call, first_rows
-from compresskit.graph.differences import any_finite, relative_difference
+from compresskit.graph.differences import NOTHING_FINITE, any_finite, relative_difference
 from compresskit.graph.surgery import copy_model, mode
 from compresskit.prune.evidence import watched_calls
 from compresskit.prune.structure.cuts import CutRecorder
@@ -152,7 +152,7 @@ def _compare_copies(
             raise _NotInFloat64 from None
         return Failure(reason=f"the model does not run with zeros: {named_first_line(error)}")
     if expected.says_nothing():
-        return Failure(reason="no output of the model is finite on the example, so that nothing can be compared")
+        return Failure(reason=NOTHING_FINITE)
     training = _training_run(zeroed, inputs, statistics)
     pruned = apply_(zeroed, plan)
     paths = [""]

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import ModelError, named_first_line
 from compresskit.base.task import Inputs, first_rows
-from compresskit.graph.differences import any_finite, relative_difference
+from compresskit.graph.differences import NOTHING_FINITE, any_finite, relative_difference
 from compresskit.graph.interpreter import run_graph
 from compresskit.graph.layers.merging import geometry_of, set_geometry_
 from compresskit.graph.layers.stored import bias_of, replace_weights_, stored_value
@@ -23,7 +23,6 @@ from compresskit.graph.surgery import copy_model, frozen_copy
 from compresskit.prune.depth.merging.find_runs import FoundRuns, find_runs
 from compresskit.prune.depth.merging.merge_runs import ConvolutionRun, gather_, merge_, shrunk_weight, sizes_in
 from compresskit.prune.depth.prove_blocks import (
-    NOTHING_FINITE,
     SINGLE_TOLERANCE,
     WIDE_TOLERANCE,
     changed_inputs,
