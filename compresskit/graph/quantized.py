@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 from typing import TypeGuard
 
 from torch import nn
@@ -63,6 +64,14 @@ class QuantizedModule(nn.Module, ABC):
     @abstractmethod
     def enable_(self, on: bool = True) -> None:
         """Switch all quantizers on, or let every value pass in float."""
+
+    @abstractmethod
+    def float_activations(self) -> AbstractContextManager[None]:
+        """Inside the block activations pass in float, while weights are rounded."""
+
+    @abstractmethod
+    def check_rounds(self, where: str) -> None:
+        """Raise ModelError, which begins with `where`, where a quantizer is switched off: its file rounds all the same."""
 
     @abstractmethod
     def keep_masked_(self) -> None:

@@ -11,6 +11,7 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn, Self
 
 import torch
@@ -172,6 +173,26 @@ class Quantized(QuantizedModule):
         """Switch all quantizers on, or let every value pass in float."""
         for quantizer in self.quantizers():
             quantizer.enabled = on
+
+    @contextmanager
+    def float_activations(self) -> Iterator[None]:
+        """Inside the block activations pass in float, while weights are rounded."""
+        quantizers = [quantizer for quantizer in self.quantizers() if quantizer.enabled]
+        for quantizer in quantizers:
+            quantizer.pass_activations_()
+        try:
+            yield
+        finally:
+            for quantizer in quantizers:
+                quantizer.pass_activations_(False)
+
+    def check_rounds(self, where: str) -> None:
+        """Raise ModelError, which begins with `where`, where a quantizer is switched off: its file rounds all the same."""
+        if off := sum(not quantizer.enabled for quantizer in self.quantizers()):
+            raise ModelError(
+                f"{where}: quantized {self.float_class}: {off} of its {len(self.quantizers())} quantizers are switched off, but"
+                " its file rounds; call enable_() first, or take the float model"
+            )
 
     def observe_(self, on: bool, observer: Callable[[], Observer] | None = None) -> None:
         """Let the ranges of activations follow the values that pass, or stop that.
@@ -410,6 +431,7 @@ class Quantized(QuantizedModule):
     def deployed(self) -> fx.GraphModule:
         """A copy in ONNX's terms: QuantizeLinear and DequantizeLinear, weights and biases stored as integers."""
         self.check_weights()
+        self.check_rounds("export")
         hardsigmoids = [name for name, kind in self.placement.integer.items() if kind == "hardsigmoid"]
         return deploy(self.converted().body, hardsigmoids)
 

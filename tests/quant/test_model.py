@@ -181,3 +181,35 @@ def test_later_batches_without_rows_are_left_out(effort) -> None:
     x = torch.randn(32, 8)
     quantized, wanted = (quantize_static(dead_filters(), batches, effort=effort, choose="rules") for batches in ([x, x[:0]], [x]))
     assert torch.equal(quantized(x), wanted(x))
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_float_activations_leave_the_weights_rounded(kind) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 8)).eval(), torch.randn(16, 32)
+    quantized = quantize_static(model, [x]) if kind == "static" else quantize_dynamic(model, x)
+    before = quantized(x)
+    with quantized.float_activations():
+        got = quantized(x)
+    assert not torch.equal(got, before)
+    assert torch.equal(quantized(x), before)
+    with torch.no_grad():
+        for layer, (rounding, weight) in zip((model[0], model[2]), quantized.rounded_weights(), strict=True):
+            layer.weight.copy_(rounding(weight))
+    torch.testing.assert_close(got, model(x), atol=1e-4 if kind == "static" else 1e-6, rtol=1e-4)  # biases are on a grid
+
+
+def test_float_activations_of_an_lstm_leave_its_matrices_rounded() -> None:
+    torch.manual_seed(0)
+    model, x = nn.LSTM(8, 12, num_layers=2).eval(), torch.randn(5, 4, 8)
+    quantized = quantize_dynamic(model, x)
+    before = quantized(x)[0]
+    with quantized.float_activations():
+        got = quantized(x)[0]
+    assert not torch.equal(got, before)
+    assert torch.equal(quantized(x)[0], before)
+    (rounding,) = quantized.quantizers()
+    with torch.no_grad():
+        for weight in (w for w in model.parameters() if w.ndim == 2):
+            weight.copy_(rounding.matrix(weight))
+    torch.testing.assert_close(got, model(x)[0])

@@ -3,6 +3,10 @@
 Each output is judged alone, and so are its parts: all that has one index in dimension 1, as the channels of a map, or in the last
 one, as the features of a sequence. The whole would hide the scores of a detector, between 0 and 1, behind its boxes of some
 hundred pixels. Numbers that code fills in, such as -1e9 for classes that are masked, count as infinite: they would hide all else.
+
+The *unrounded model* is a quantized one whose activations pass in float; its weights are rounded, as in every right execution.
+What rounding the activations changes is the *quantization error*. Within it two right executions may differ, where a step that
+flips early moves all later values.
 """
 
 from __future__ import annotations
@@ -79,7 +83,7 @@ def usable_reference(reference: list[np.ndarray], exact: list[np.ndarray]) -> li
 def beside_unrounded(
     level: Agreement, reference: list[np.ndarray], outputs: list[np.ndarray], exact: list[np.ndarray]
 ) -> Agreement:
-    """The agreement with its distances from the unrounded model. exact: outputs of a quantized model without rounding."""
+    """The agreement with its distances from the unrounded model. exact: outputs of the unrounded model."""
     error = max(_error_norm(reference, exact), 1e-30)
     return replace(level, noise=_error_norm(reference, outputs) / error, excess=_error_norm(outputs, exact) / error)
 
@@ -201,8 +205,8 @@ def quantized_part_that_differs(
     """Say which part of an output of a quantized file is far from the unrounded model where the simulation is near; "" where none
     is.
 
-    reference, outputs, exact: arrays of the output, one for each of its shapes: of the simulation, the file, and the simulation
-    without rounding.
+    reference, outputs, exact: arrays of the output, one for each of its shapes: of the simulation, the file, and the
+    unrounded model.
     """
     for arrays in zip(reference, outputs, exact, strict=True):
         for dim, (wanted, got, right) in _parts_of(*fills_as_infinity(*arrays)):

@@ -5,9 +5,9 @@ kernels may round ties to the other side (onnxruntime#32132), and one step that 
 
 * A quantized file passes if enough values lie within two steps and the largest class agrees; classes within two steps of each
   other count as a tie. Where the network amplifies every rounding (deep and untrained, for example), it also passes if its
-  difference is small next to the quantization error, or if it is as near to the unrounded model as the simulation is: after
-  dozens of layers, two correct executions differ as much as independent noise does. Neither says anything of a model that draws
-  random numbers, or whose quantization error is as large as its outputs.
+  difference is small next to the quantization error, which is what rounding the activations changes, or if it is as near to the
+  model with float activations as the simulation is: after dozens of layers, two correct executions differ as much as independent
+  noise does. Neither says anything of a model that draws random numbers, or whose quantization error is as large as its outputs.
   A model with layers of signs (`graph.replacements.Signed`) counts as quantized, and its largest error is not judged: a value at
   a threshold may fall to either side, and move many outputs of its sample.
   On several threads, each thread of ONNX Runtime's quantized LSTM finds the ranges of its own part of the batch. So a file with
@@ -27,6 +27,7 @@ import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,8 @@ def verify_onnx(
     sessions = [session(path, optimize=False, threads=first_threads), session(path, threads=threads)]
     model, batches = _batches_inside(model, batches, inside) if inside else (model, batches)
     parts = quantized_parts(model).values()
+    for part in parts:
+        part.check_rounds("verify_onnx")
     other = next((OtherRuntime(path, part.runtime) for part in parts if part.runtime != "onnxruntime"), None)
     found = _comparison(model)
     with torch.no_grad(), mode(model, training=False), state_kept(model):
@@ -278,12 +281,8 @@ def _arrays(output: Any) -> list[np.ndarray]:
 
 
 def _unrounded(model: nn.Module, inputs: Inputs) -> list[np.ndarray]:
-    """Outputs of a quantized model with its quantizers switched off."""
-    parts = quantized_parts(model).values()
-    for part in parts:
-        part.enable_(False)
-    try:
+    """Outputs of a quantized model whose activations are not rounded. Its weights are, since no right execution has others."""
+    with ExitStack() as stack:
+        for part in quantized_parts(model).values():
+            stack.enter_context(part.float_activations())
         return _arrays(call(model, inputs))
-    finally:
-        for part in parts:
-            part.enable_(True)

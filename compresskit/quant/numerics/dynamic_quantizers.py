@@ -20,6 +20,8 @@ from compresskit.quant.numerics.scheme import Scheme
 class DynamicActivation(Quantizer):
     """Rounds an activation to uint8 over the range of the present call. label: name of the layer, for messages."""
 
+    of_activations = True
+
     def __init__(self, label: str = "") -> None:
         super().__init__()
         self.label = label
@@ -73,6 +75,11 @@ class LstmQuantizer(Quantizer):
         self.floating = frozenset(floating)
         self.matrix = WeightQuantizer(scheme, 0, 1, PairPacking() if fit_pairs else None)
         self.matrix.enabled = True
+        self.float_activations = False
+
+    def pass_activations_(self, on: bool = True) -> None:
+        """Let inputs and states pass in float, or round them again; matrices are rounded as before."""
+        self.float_activations = on
 
     def unrounded(self, x: Any, *rest: Any) -> Any:
         """The output of torch's operator."""
@@ -112,4 +119,5 @@ class LstmQuantizer(Quantizer):
             return self.unrounded(x, state, weights, has_biases, layers, dropout, train, bidirectional, batch_first)
         whole = self.effective(weights, *settings)
         rounded = [self.matrix(w) if self.is_matrix(i, weights, *settings) else w for i, w in enumerate(whole)]
-        return simulate_dynamic_lstm(x, state, rounded, *settings, batch_first, self.floating)
+        floating = range(layers) if self.float_activations else self.floating
+        return simulate_dynamic_lstm(x, state, rounded, *settings, batch_first, floating)

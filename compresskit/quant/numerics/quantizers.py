@@ -39,10 +39,16 @@ class Quantizer(nn.Module):
     """Base of all quantizers. `enabled` switches rounding on; until then values pass unchanged. Mixed precision keeps fp32."""
 
     keeps_fp32 = True  # a scale in bf16 is off by up to 0.4 %
+    of_activations = False  # whether it rounds activations, and nothing else
 
     def __init__(self) -> None:
         super().__init__()
         self.enabled = False
+
+    def pass_activations_(self, on: bool = True) -> None:
+        """Let activations pass in float, or round them again; weights are rounded as before."""
+        if self.of_activations:
+            self.enabled = not on
 
     def unrounded(self, x: Tensor, *rest: Any) -> Any:
         """The output while rounding is switched off."""
@@ -71,6 +77,7 @@ class ActivationQuantizer(Quantizer):
     parameter, which counts as `least` where it is trained below that.
     """
 
+    of_activations = True
     scale: Tensor
     zero_point: Tensor
     least: Tensor

@@ -84,6 +84,8 @@ MATMUL_NBITS_INT8 = WeightStorage(onnxruntime=True, int8_inputs=True)
 class InputQuantizer(Quantizer):
     """Rounds the input of a product as MatMulNBits does: to int8, with one scale per block and position."""
 
+    of_activations = True
+
     def __init__(self, block: int) -> None:
         super().__init__()
         self.block = block

@@ -14,9 +14,9 @@ from onnx import numpy_helper
 from torch import nn
 
 import compresskit as ck
-from compresskit.base.errors import DataError, ExportError
+from compresskit.base.errors import DataError, ExportError, ModelError
 from compresskit.export.check import agreement, executions, verify
-from compresskit.quant import quantize_dynamic, quantize_static
+from compresskit.quant import Bits, quantize_dynamic, quantize_static
 
 
 def test_infinite_and_scalar_outputs_are_compared(tmp_path) -> None:
@@ -277,6 +277,36 @@ def test_only_numbers_are_compared() -> None:
         DataError, match=r"the outputs hold no values to compare, got shapes \[\(0, 4\)\]; give inputs with at least"
     ):
         agreement.compare([np.zeros((0, 4))], [np.zeros((0, 4))])
+
+
+def test_coarse_weights_hide_no_lost_channel(tmp_path) -> None:
+    """The rounding of 4-bit weights is the same in every right execution, and excuses nothing."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU()]
+    model, x = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 8)).eval(), torch.randn(64, 3, 12, 12)
+    quantized = quantize_static(model, [x], bits=Bits(weights=4))
+    path = ck.export_onnx(quantized, tmp_path / "q.onnx", x)
+    assert ck.verify_onnx(path, quantized, [x]).passed
+    file = onnx.load(path)
+    weights = [t for t in file.graph.initializer if len(t.dims) == 4 and t.dims[1] == 16]
+    values = numpy_helper.to_array(weights[0]).copy()
+    values[3] = 0
+    weights[0].CopyFrom(numpy_helper.from_array(values, weights[0].name))
+    onnx.save(file, tmp_path / "lost.onnx")
+    lost = ck.verify_onnx(tmp_path / "lost.onnx", quantized, [x])
+    assert not lost.passed, lost
+
+
+def test_a_model_whose_quantizers_are_off_is_not_compared(tmp_path) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval(), torch.randn(64, 8)
+    quantized = quantize_static(model, [x])
+    path = ck.export_onnx(quantized, tmp_path / "q.onnx", x)
+    quantized.enable_(False)
+    with pytest.raises(ModelError, match=r"verify_onnx: quantized Sequential: \d of its \d quantizers are switched off.*enable_"):
+        ck.verify_onnx(path, quantized, [x])
+    with pytest.raises(ModelError, match="export: quantized Sequential: .* quantizers are switched off"):
+        ck.export_onnx(quantized, tmp_path / "off.onnx", x)
+    assert not (tmp_path / "off.onnx").exists()
 
 
 def test_a_file_that_draws_other_random_numbers_is_refused(tmp_path) -> None:
