@@ -38,12 +38,9 @@ from compresskit.graph.rewrites.squeezes import drop_idle_squeezes_
 from compresskit.graph.rewrites.traced_calls import PlainCalls
 from compresskit.graph.surgery import call_unmoved, check_is_module, get_tensor, mode, state_kept, unset_buffers_kept
 from compresskit.graph.tracing import first_time, one_thread_traces
-from compresskit.graph.varying_dimensions import (
-    constant_dimensions,
-    traced_after_other_sizes,
-    traced_by_code,
-    warn_of_conditions,
-)
+from compresskit.graph.varying.conditions import warn_of_conditions
+from compresskit.graph.varying.constant_sizes import constant_dimensions
+from compresskit.graph.varying.other_traces import traced_after_other_sizes, traced_by_code
 
 #: The dynamic dimensions of the inputs: numbers that hold for every tensor, `(0, 2, 3)`; names for the dimensions of each input,
 #: `{"x": {0: "batch", 2: "height"}}`; or `()` for none.

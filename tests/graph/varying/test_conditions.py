@@ -12,7 +12,7 @@ from torch import nn
 import compresskit as ck
 from compresskit.base.errors import ModelError
 from compresskit.graph.capture import capture, module_path
-from compresskit.graph.varying_dimensions import traced_after_other_sizes, traced_by_code
+from compresskit.graph.varying.other_traces import traced_after_other_sizes, traced_by_code
 from compresskit.measure import session
 
 TOKENS, IMAGE = (torch.randn(4, 8, 4),), (torch.randn(2, 3, 16, 16),)
@@ -223,7 +223,7 @@ def test_a_model_that_remembers_sizes_is_captured_for_others(rows, dynamic, call
 def test_a_graph_is_not_run_at_other_sizes(monkeypatch) -> None:
     """It has no branches, and its recurrent operators would end the process where rows of their states are others."""
     module = capture(kind(Positions()).eval(), TOKENS, dynamic=(0, 1)).module
-    monkeypatch.setattr("compresskit.graph.varying_dimensions._OtherSizes", lambda *args: pytest.fail("it was run"))
+    monkeypatch.setattr("compresskit.graph.varying.conditions.OtherSizes", lambda *args: pytest.fail("it was run"))
     capture(module, TOKENS, dynamic=(0, 1))
 
 
@@ -350,7 +350,7 @@ def test_an_operator_of_torch_that_makes_a_constant_is_called_that(caplog) -> No
         def forward(self, x):
             return sum(row * 2 for row in x)
 
-    place = r"for the constant 2 \(.*test_varying_dimensions\.py:\d+ in "
+    place = r"for the constant 2 \(.*test_conditions\.py:\d+ in "
     with pytest.raises(ModelError, match=rf"should vary, but an operator of torch takes it {place}forward\); write that"):
         capture(Products(), torch.randn(3, 5))
     with pytest.raises(ModelError, match=rf"but the code takes it {place}.*, as a loop over it does.*nn\.LSTM"):
