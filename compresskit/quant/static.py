@@ -27,7 +27,7 @@ from compresskit.quant.calibrated import (
 )
 from compresskit.quant.calibration.constant_values import warn_of_constants, warn_of_lost_channels
 from compresskit.quant.effort.improve import FLOAT_MACS, TIMED_FLOAT_MACS, Effort, quantize_with_effort
-from compresskit.quant.effort.samples import batch_varies, halves, rows_within
+from compresskit.quant.effort.samples import OutputError, batch_varies, halves, rows_within, tell_of_loss
 from compresskit.quant.effort.trials import Build
 from compresskit.quant.measured_placement.beside_float import beside_float, measures
 from compresskit.quant.measured_placement.joined_values import scales_apart, shown_batches
@@ -39,6 +39,7 @@ from compresskit.quant.passes.prepare_graph import Origin, prepare_graph
 from compresskit.quant.passes.rounding_boundaries import nudge_scales_
 
 OUTPUT_SAMPLES = 64  # that show whether a channel of an output is lost, at most
+LOSS_SAMPLES = 16  # that show what rounding leaves of the outputs, at most
 
 
 class StaticOptions(CalibratedOptions, total=False):
@@ -234,13 +235,15 @@ def _quantize(model: nn.Module, batches: Batches, settings: StaticSettings, wher
         warn_of_constants(quantized, where)
         result = in_place_of(model, quantized, settings.inside)
     quantized.keep_masked_()
-    warn_of_lost_channels(quantized, lambda: _compared(shown(), settings), where)
+    warn_of_lost_channels(quantized, lambda: _compared(shown(), settings, OUTPUT_SAMPLES), where)
+    error = OutputError(module, _compared(shown(), settings, LOSS_SAMPLES), None)
+    tell_of_loss(error, quantized, where, "`diagnose` says which layers lose how much, and `repair` tries what helps")
     return result
 
 
-def _compared(shown: Sequence[Inputs], settings: StaticSettings) -> list[Inputs]:
-    """Some of the batches, by which the outputs are compared with the float model's."""
-    return rows_within(shown, OUTPUT_SAMPLES, OUTPUT_SAMPLES // 4) if batch_varies(settings.dynamic) else list(shown[:1])
+def _compared(shown: Sequence[Inputs], settings: StaticSettings, count: int) -> list[Inputs]:
+    """At most `count` rows of the batches, by which the outputs are compared with the float model's."""
+    return rows_within(shown, count, LOSS_SAMPLES) if batch_varies(settings.dynamic) else list(shown[:1])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -152,3 +152,29 @@ def test_settings_may_be_lists_sets_and_numbers_of_numpy() -> None:
         dims = np.array([0, 2, 3])
         got = quantize_static(model, [x], skip=skip, dynamic=[*dims], smooth=np.bool_(False))
         assert got.placement == wanted.placement
+
+
+@pytest.mark.parametrize("effort", ["fast", "balanced"])
+def test_an_output_of_which_little_is_left_is_told(effort, caplog) -> None:
+    """Sines of 30 times a layer, as in networks that represent pictures: a step of eight bits is a large angle."""
+
+    class Sines(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.last = nn.Linear(2, 32), nn.Linear(32, 32), nn.Linear(32, 3)
+
+        def forward(self, x):
+            y = self.last(torch.sin(90 * self.second(torch.sin(90 * self.first(x)))))
+            return torch.rand(()) * y if self.draws else y
+
+        draws = False
+
+    torch.manual_seed(0)
+    model, x = Sines().eval(), torch.rand(64, 2)
+    quantize_static(model, [x], effort=effort)
+    assert re.search(r"quantize_static.*: the output on the example has -?\d\.\d dB .*`repair` tries what helps", caplog.text)
+    caplog.clear()
+    quantize_static(nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3)).eval(), [x], effort=effort)
+    model.draws = True
+    quantize_static(model, [x])
+    assert " dB " not in caplog.text

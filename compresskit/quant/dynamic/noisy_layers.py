@@ -10,11 +10,11 @@ import logging
 from collections.abc import Callable, Mapping
 
 from compresskit.quant.dynamic.insert_dynamic import DynamicallyQuantized
+from compresskit.quant.effort.samples import LEAST_OF_OUTPUTS
 from compresskit.quant.numerics.dynamic_quantizers import LstmQuantizer
 
 log = logging.getLogger(__name__)
 
-LEAST_OF_OUTPUTS = 15.0  # dB, below which layers are left float: there an error at right angles turns a vector by 10 degrees
 LEAST_OF_LAYER = 1.0  # dB that a layer in float must be worth
 
 

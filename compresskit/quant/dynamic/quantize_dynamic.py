@@ -16,9 +16,9 @@ from compresskit.base.task import Inputs, Task, first_rows, rows_that_run
 from compresskit.graph.capture import Dynamic, check_dynamic
 from compresskit.measure import few_rows, input_row_dims, run_once
 from compresskit.quant.dynamic.insert_dynamic import DynamicallyQuantized, build_dynamic
-from compresskit.quant.dynamic.noisy_layers import LEAST_OF_OUTPUTS, noisy_lstm_layers
+from compresskit.quant.dynamic.noisy_layers import noisy_lstm_layers
 from compresskit.quant.dynamic.placement_dynamic import DEFAULT_OPERATORS, DYNAMIC_KINDS
-from compresskit.quant.effort.samples import OutputError
+from compresskit.quant.effort.samples import OutputError, tell_of_loss
 from compresskit.quant.numerics.scheme import Scheme
 from compresskit.quant.numerics.targets import X86, Target, check_target
 
@@ -99,24 +99,8 @@ def quantize_dynamic(
     if noisy:
         log.warning("quantize_dynamic: left in float: %s", ", ".join(f"{name} ({reason})" for name, reason in noisy.items()))
         quantized = build_dynamic(model, example, floating=noisy, **vars(settings))
-    _warn_of_loss(error, quantized)
+    tell_of_loss(error, quantized, "quantize_dynamic", "`quantize_to_accuracy` leaves float what costs most")
     return quantized
-
-
-def _warn_of_loss(error: OutputError, quantized: DynamicallyQuantized) -> None:
-    """Log what rounding leaves of the outputs where that is little."""
-    reached = error.decibels(quantized)
-    if reached < LEAST_OF_OUTPUTS and not all(bool(output.isfinite().all()) for output in error.outputs[0]):
-        log.warning(
-            "quantize_dynamic: the outputs of the float model on the example are nan or infinite, by which nothing that rounding"
-            " loses can be judged; clean the data"
-        )
-    elif reached < LEAST_OF_OUTPUTS:
-        log.warning(
-            "quantize_dynamic: the outputs on the example have %.1f dB against those of the float model; `quantize_to_accuracy`"
-            " leaves float what costs most",
-            reached,
-        )
 
 
 def _compared_rows(model: nn.Module, quantized: DynamicallyQuantized, example: Inputs) -> Inputs:

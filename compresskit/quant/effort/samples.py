@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +19,10 @@ from compresskit.graph.surgery import call_unmoved, mode
 from compresskit.metrics import decibels
 from compresskit.quant.calibration.rows import in_chunks, kinds_of_channels, parts_by_kind, row_count, take_rows
 
+log = logging.getLogger(__name__)
+
 LEAST_SAMPLES = 8  # of each half
+LEAST_OF_OUTPUTS = 15.0  # dB, below which an output is poor: there an error at right angles turns a vector by 10 degrees
 
 
 def batch_varies(dynamic: Dynamic) -> bool:
@@ -157,3 +161,29 @@ def mean_decibels(errors: Sequence[float]) -> float:
     """Mean signal-to-noise ratio in dB of relative errors, at most 120; one that is not finite counts as 1e12."""
     finite = [error if math.isfinite(error) else 1e12 for error in errors]
     return sum(decibels(1.0, error, most=120.0) for error in finite) / max(1, len(finite))
+
+
+def tell_of_loss(error: OutputError, quantized: nn.Module, where: str, remedy: str) -> None:
+    """Log, in a line that begins with `where`, what rounding leaves of the poorest output where that is little.
+
+    remedy: what to do then. Nothing is told of a model that draws random numbers, which differ in every run.
+    """
+    drawn = torch.get_rng_state()
+    worst = max((e if math.isfinite(e) else math.inf for e in error.of(quantized)), default=0.0)
+    reached = mean_decibels([worst])
+    if reached >= LEAST_OF_OUTPUTS or not torch.equal(drawn, torch.get_rng_state()):
+        return
+    if not all(bool(output.isfinite().all()) for output in error.outputs[0]):
+        log.warning(
+            "%s: the outputs of the float model on the example are nan or infinite, by which nothing that rounding loses can be"
+            " judged; clean the data",
+            where,
+        )
+        return
+    log.warning(
+        "%s: the %s on the example has %.1f dB against that of the float model; %s",
+        where,
+        "output" if len(error.outputs[0]) == 1 else "poorest output",
+        reached,
+        remedy,
+    )

@@ -401,7 +401,7 @@ def test_outputs_that_rounding_at_run_time_loses_are_named(caplog) -> None:
     with torch.no_grad():
         model[0].weight.mul_(torch.tensor([1e-3, *[1e3] * 5]))
     quantize_dynamic(model, (Loud.inputs()[0][0],))
-    assert "dB against those of the float model; `quantize_to_accuracy`" in caplog.text
+    assert "dB against that of the float model; `quantize_to_accuracy`" in caplog.text
 
 
 def memory_inputs(rows: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
