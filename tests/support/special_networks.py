@@ -273,6 +273,38 @@ class Regions(Images):
         return self.b(roi_align(self.a(x), boxes, output_size=4))
 
 
+class Deformed(Images):
+    """A deformable convolution: where it reads is computed by another one."""
+
+    def __init__(self):
+        from torchvision.ops import DeformConv2d
+
+        super().__init__()
+        self.where, self.a, self.b = nn.Conv2d(16, 27, 3, padding=1), DeformConv2d(16, 16, 3, padding=1), conv(16, 16)
+
+    def body(self, x):
+        where = self.where(x)
+        return self.b(self.a(x, where[:, :18], where[:, 18:].sigmoid()))
+
+
+class Messages(nn.Module):
+    """Rows that send messages to others, which are added up, or of which the largest is taken; then one row is read."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c, self.head = nn.Linear(8, 16), nn.Linear(16, 24), nn.Linear(24, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        count, to = x.shape[1], torch.arange(x.shape[1]) // 2
+        y = self.a(x)
+        y = torch.zeros_like(y).scatter_add_(1, to.view(1, -1, 1).expand_as(y), y.flip(1)).relu()
+        y = self.b(y)
+        y = y.scatter_reduce(1, to.view(1, -1, 1).expand(len(x), count, y.shape[2]), y.flip(1), "amax")
+        y = self.c(y)
+        y = torch.zeros_like(y).scatter(1, to.flip(0).view(1, -1, 1).expand_as(y), y).tanh()
+        return self.head(y.gather(1, to.new_full((len(x), 1, y.shape[2]), 1)).squeeze(1))
+
+
 class Slopes(Images):
     def __init__(self):
         super().__init__()

@@ -28,6 +28,15 @@ from compresskit.prune.structure.repeatable import state_restored
 
 _MULTIPLICATIONS = {aten.mul, aten.div}
 _LOOK_UPS = {aten.index.Tensor, aten.index_select.default}
+_SCATTERS = {
+    aten.gather,
+    aten.scatter,
+    aten.scatter_,
+    aten.scatter_add,
+    aten.scatter_add_,
+    aten.scatter_reduce,
+    aten.scatter_reduce_,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +202,8 @@ class OperatorRecorder(TorchDispatchMode):
         if func in _LOOK_UPS:
             # The positions are part of the code: a table that is read at fixed positions is followed entry by entry.
             node.meta["indices"] = pytree.tree_map_only(Tensor, torch.clone, list(args[1:]))
+        if func.overloadpacket in _SCATTERS:
+            node.meta["index"] = args[2].clone()
         if func is aten.as_strided.default:
             node.meta["strides"] = None if args[0].storage_offset() else args[0].stride()
         if len(args) > 1 and isinstance(args[1], Tensor) and args[1].ndim == 0 and func.overloadpacket in _MULTIPLICATIONS:

@@ -43,6 +43,8 @@ CUT = {
     special.Unpixels: [("stem.0.weight", 0), ("a.0.weight", 1)],
     special.OptionA: [("stem.0.weight", 0), ("inner.0.weight", 0)],
     special.Regions: [("a.0.weight", 0), ("b.0.weight", 1)],
+    special.Deformed: [("a.weight", 0), ("a.weight", 1), ("a.bias", 0), ("where.weight", 1), ("b.0.weight", 1)],
+    special.Messages: [("a.weight", 0), ("b.weight", 0), ("c.weight", 0), ("head.weight", 1)],
     special.Slopes: [("a.weight", 0), ("act.weight", 0)],
     special.SqueezeByLinear: [("up.weight", 0), ("down.weight", 1)],
     special.Transposed: [("up.weight", 1), ("up.weight", 0)],

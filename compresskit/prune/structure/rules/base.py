@@ -374,8 +374,9 @@ def overloads(*names: str) -> list[Any]:
 
 
 def operator_name(target: Any) -> str:
-    """`aten.add_.Tensor` to `add_`."""
-    return str(target).removeprefix("aten.").split(".")[0]
+    """`aten.add_.Tensor` to `add_`, and `torchvision.nms.default` to `nms`."""
+    names = str(target).split(".")
+    return names[min(1, len(names) - 1)]
 
 
 def tensor_leaves(value: Any) -> list[Labelled]:

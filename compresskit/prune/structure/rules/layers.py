@@ -47,6 +47,23 @@ def rule_conv(call: OperatorCall) -> RuleResult:
     return result
 
 
+@rule_for("torchvision.deform_conv2d.default")
+def rule_deformable_conv(call: OperatorCall) -> RuleResult:
+    """(N, I, H, W) with weight (O, I, ...), as a convolution; offsets and masks have channels for the positions of its kernel."""
+    x, weight, offset, mask = call.args[:4]
+    axes = _matrix_axes(weight)
+    if axes is None or call.argument("groups") != 1 or call.argument("offset_groups") != 1:
+        return call.lock_inputs(f"{call.where} has groups")
+    for value in (offset, mask):
+        call.state.lock_value(value, f"read as positions by {call.where}")
+    inputs, made = call.labels_along(x, 1), call.sets.fresh(weight.shape[0])
+    call.assign(weight, axes[1], inputs, "in")
+    call.assign(weight, axes[0], made, "out")
+    call.assign_bias(made)
+    call.add_cost(math.prod(call.shape) * math.prod(weight.shape[1:]), made, inputs)
+    return expand_along(made, 1, call.shape)
+
+
 @rule_for(aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input)
 def rule_conv_transpose(call: OperatorCall) -> RuleResult:
     """(N, I, ...) with weight (I, O/groups, ...)."""
