@@ -158,12 +158,19 @@ def shows_training(model: nn.Module) -> bool:
     return False
 
 
-def describe_model(model: nn.Module, *, trained: bool) -> Description:
-    """The incoming model: its structure and attributes, and its weights where it comes trained."""
+def describe_model(model: nn.Module, *, trained: bool, fixed: dict[str, str] | None = None) -> Description:
+    """The incoming model: its structure and attributes, and its weights where it comes trained.
+
+    fixed: of a new model, digests of its buffers and frozen parameters, by name; None for not compared.
+    """
     described = describe_by_value(model, "the model", weights=trained, modes=False)
     weights = fingerprint(model) if trained else None
     modes = given_modes(model)  # none for most models
-    return Description([structure(model), described.record, weights, *([modes] if modes else [])], described.unknown)
+    known: list[Any] = [modes] if modes else []
+    trains = [parameter.requires_grad for parameter in model.parameters()]
+    known += [{"trains": False}] if trains and not any(trains) else []
+    known += [{"fixed": fixed}] if fixed and not trained else []
+    return Description([structure(model), described.record, weights, *known], described.unknown)
 
 
 def structure_hash(model: nn.Module) -> str:

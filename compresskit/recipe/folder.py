@@ -23,9 +23,10 @@ from torch import nn
 from compresskit.base.distributed import rank
 from compresskit.base.errors import CheckpointError
 from compresskit.base.files import read_json, unwritable, write_json
-from compresskit.base.fingerprint import fingerprint
+from compresskit.base.fingerprint import array_digest, fingerprint
 from compresskit.base.stage import Stage
 from compresskit.base.task import Task
+from compresskit.graph.masks import MASK_PREFIX
 from compresskit.recipe.dependencies import shows_training, structure_hash
 from compresskit.recipe.locks import lock_open_file
 from compresskit.train.snapshots import SNAPSHOTS
@@ -197,6 +198,8 @@ def plan_run(out: Path, model: nn.Module, steps: Sequence[RunStep], record: dict
     old = read_json(out / "recipe.json", "a recipe") if (out / "recipe.json").exists() else None
     others = old is not None and _begins_from_other_new_weights(old, model, steps)
     done = "done, from other new weights" if others else "done, and nothing that it depends on has changed"
+    if others and (fixed := _others_fixed(record, model)):
+        done += f", and other buffers or frozen parameters: {fixed}"
     plans = []
     for step in steps:
         folder = out / step.name
@@ -237,6 +240,10 @@ def _what_changed(old: dict[str, Any], new: dict[str, Any], name: str) -> str:
             return f"stage {i} had a task of its own, and has none now"
         if there and here and (changed := _other_entries(there, here)):
             return f"the task of stage {i} has changed: {', '.join(changed)}"
+    before, after = old.get("start", {}), new.get("start", {})
+    fixed = _other_entries(before.get("fixed", {}), after.get("fixed", {}))
+    if fixed and before["drawn"] == after["drawn"]:
+        return f"buffers or frozen parameters have changed: {', '.join(fixed)}"
     return "interrupted, or the model, or the weights it starts from, have changed"
 
 
@@ -262,7 +269,42 @@ def _begins_from_other_new_weights(old: dict[str, Any], model: nn.Module, steps:
     old: the contents of its recipe.json.
     """
     trains_first = steps[0].stage is not None
-    return trains_first and not shows_training(model) and old.get("weights") != fingerprint(model)
+    return trains_first and not shows_training(model) and _are_others(old, model)
+
+
+def start_of_run(out: Path, model: nn.Module, *, trained: bool) -> dict[str, Any]:
+    """What a run in a folder starts from: a digest of the weights that it trains, and one of each value that is fixed, by name.
+
+    Fixed are buffers, also those that no state dict has, and frozen parameters. Without a seed, weights are others in every
+    process, and what is fixed may be: a new model with other weights counts as the one that the run started from. Where the
+    weights are the same, other fixed values are a change. Empty where a version that did not compare them began the run.
+    """
+    old = read_json(out / "recipe.json", "a recipe") if (out / "recipe.json").exists() else None
+    kept: dict[str, Any] = {} if old is None else old.get("start", {})
+    if old is not None and not (kept and (trained or not _are_others(old, model))):
+        return kept
+    return {"drawn": _digest_of_drawn(model), "fixed": _digests_of_fixed(model)}
+
+
+def _digest_of_drawn(model: nn.Module) -> str:
+    return fingerprint([value for value in model.parameters() if value.requires_grad])
+
+
+def _digests_of_fixed(model: nn.Module) -> dict[str, str]:
+    frozen = [(name, value) for name, value in model.named_parameters() if not value.requires_grad]
+    values = dict(frozen + [pair for pair in model.named_buffers() if not pair[0].rpartition(".")[2].startswith(MASK_PREFIX)])
+    return {name: array_digest(value) for name, value in values.items()}
+
+
+def _are_others(old: dict[str, Any], model: nn.Module) -> bool:
+    """Whether the weights of a model are others than those of the contents of a recipe.json."""
+    drawn = old.get("start", {}).get("drawn")
+    return old.get("weights") != fingerprint(model) and (drawn is None or drawn != _digest_of_drawn(model))
+
+
+def _others_fixed(record: dict[str, Any], model: nn.Module) -> str:
+    """Names of what is fixed in a model and another than what the run started from."""
+    return ", ".join(_other_entries(record.get("start", {}).get("fixed", {}), _digests_of_fixed(model)))
 
 
 def check_folder(out: Path, model: nn.Module, steps: Sequence[RunStep], record: dict[str, Any]) -> None:
@@ -289,10 +331,12 @@ def check_folder(out: Path, model: nn.Module, steps: Sequence[RunStep], record: 
                 f" {', '.join(names)}{'' if same else ' of another model'}; choose another out=, or delete the folder"
             )
         if _begins_from_other_new_weights(old, model, steps):
+            fixed = _others_fixed(record, model)
+            others = f", also with other buffers and frozen parameters ({fixed}); delete the folder if you changed one of them"
             warnings.warn(
                 f"{out}: the incoming weights are not those that this run started from, and are taken for those of a new model: a"
-                " stage that nothing else has changed for is kept as it is. Seed before the model is made to silence this, or"
-                " choose another out= to start from these weights",
+                f" stage that nothing else has changed for is kept as it is{others if fixed else ''}. Seed before the model is"
+                " made to silence this, or choose another out= to start from these weights",
                 stacklevel=3,
             )
             record["weights"] = old.get("weights")

@@ -44,7 +44,7 @@ from compresskit.recipe.dependencies import (
     versions,
 )
 from compresskit.recipe.engine import RunSettings, report_baselines, run_steps
-from compresskit.recipe.folder import ROW, RunPlan, RunStep, locked, plan_run
+from compresskit.recipe.folder import ROW, RunPlan, RunStep, locked, plan_run, start_of_run
 from compresskit.recipe.half_precision import HALF_DTYPES, half_precision_row
 from compresskit.recipe.preflight import check_labelled, preflight_check
 from compresskit.recipe.report import StageReport, remarks, table
@@ -309,7 +309,7 @@ class Recipe:
             remember_modes_(model)
             made = ({} if self._reports_start else {-1: copy_model(model)}) if self.baselines else None
             distributed.broadcast_model_(model)
-            record, keys = distributed.on_rank_zero(lambda: self._record_and_keys(model, task, own))
+            record, keys = distributed.on_rank_zero(lambda: self._record_and_keys(model, task, own, out))
             run = RunSettings(
                 out=out,
                 seed=self.seed,
@@ -362,8 +362,9 @@ class Recipe:
         """Which stages `run` would reuse, resume or run in that folder, and why. Nothing is written."""
         self._check_arguments(model, task, "Recipe.plan")
         own = own_tasks(self.stages, task, tasks, "Recipe.plan")
-        record, keys = self._record_and_keys(model, task, own)
-        return plan_run(Path(out).absolute(), model, self._steps(keys, own), record)
+        out = Path(out).absolute()
+        record, keys = self._record_and_keys(model, task, own, out)
+        return plan_run(out, model, self._steps(keys, own), record)
 
     @property
     def _reports_start(self) -> bool:
@@ -379,19 +380,24 @@ class Recipe:
                 f"the model carries masks, and {type(stage).__name__} needs a dense model; put Densify before it, or leave it out"
             )
 
-    def _record_and_keys(self, model: nn.Module, task: Task, own: Mapping[int, Task]) -> tuple[dict[str, Any], list[StageKey]]:
+    def _record_and_keys(
+        self, model: nn.Module, task: Task, own: Mapping[int, Task], out: Path
+    ) -> tuple[dict[str, Any], list[StageKey]]:
         """The contents of recipe.json but for the model, and the key of each stage."""
+        trained = self.stages[0].starts_from_trained or shows_training(model)
+        start = start_of_run(out, model, trained=trained)
         settings = {"seed": self.seed, "dynamic": describe(self.dynamic)}
         settings |= {} if self.opset is None else {"opset": self.opset}
         depends = Dependencies(
             stages=describe_stages(self.stages),
             task=describe_task(task),
-            model=describe_model(model, trained=self.stages[0].starts_from_trained or shows_training(model)),
+            model=describe_model(model, trained=trained, fixed=start.get("fixed")),
             settings=settings,
             own={i: describe_task(each) for i, each in own.items()},
         )
         record = {"format": FORMAT, "stages": depends.stage_records, "task": depends.task_records, **settings}
         record |= {"tasks": depends.own_records} if own else {}
+        record |= {"start": start} if start else {}
         return record | {"versions": versions()}, depends.keys()
 
     def _steps(self, keys: list[StageKey], own: Mapping[int, Task]) -> list[RunStep]:

@@ -3,6 +3,7 @@
 model.safetensors      the values
 structure.json         the shapes (of a pruned model, or around quantized parts); how the model, or parts of it, were quantized
 masks.safetensors      which weights are held at zero, one bit each, where the model carries masks
+tables.safetensors     buffers that no state dict has (persistent=False), where the model has some
 snapshots.safetensors  weights on the way through the training, where a later stage rewinds to them
 """
 
@@ -16,16 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from compresskit.base.errors import CheckpointError, ModelError, is_out_of_memory
-from compresskit.base.files import FORMAT, read_json, read_tensors, write_json, write_tensors
-from compresskit.graph.masks import Masks, attach_masks_, detach_masks_, masks_of
+from compresskit.base.files import FORMAT, SAFETENSORS_DTYPES, read_json, read_tensors, write_json, write_tensors
+from compresskit.graph.masks import MASK_PREFIX, Masks, attach_masks_, detach_masks_, masks_of
 from compresskit.graph.surgery import copy_model, owner, restructure_, set_tensor_, structure
 from compresskit.quant.model import Quantized
+from compresskit.quant.numerics.quantizers import Quantizer
 from compresskit.quant.serialize import rebuild
 from compresskit.quant.serialize import record as quantization_record
 from compresskit.train.loop import MISMATCH_ERRORS
 from compresskit.train.snapshots import SNAPSHOTS, Snapshots
 
-MODEL, STRUCTURE, MASKS = "model.safetensors", "structure.json", "masks.safetensors"
+MODEL, STRUCTURE, MASKS, TABLES_FILE = "model.safetensors", "structure.json", "masks.safetensors", "tables.safetensors"
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
 
 
 def save(model: nn.Module, folder: str | Path) -> None:
@@ -56,6 +59,9 @@ def save(model: nn.Module, folder: str | Path) -> None:
     if masks is not None:
         write_tensors(folder / MASKS, masks.state())
         record["masks"] = {"removed": masks.removed, "total": masks.total}
+    if tables := _tables_of(model):
+        write_tensors(folder / TABLES_FILE, {name: _storable(table) for name, table in tables.items()})
+        record["tables"] = len(tables)
     write_tensors(folder / MODEL, model.state_dict())
     write_json(folder / STRUCTURE, record)
 
@@ -76,15 +82,18 @@ def load(model: nn.Module, folder: str | Path) -> nn.Module:
         folder: that `save` wrote.
 
     Returns:
-        A new model, with the saved structure (pruned shapes, quantization), values and masks.
+        A new model, with the saved structure (pruned shapes, quantization), values and masks. Of buffers with
+        `persistent=False` those are restored that have the saved shape and dtype in the model given: a run may have made the
+        others, as long as its inputs were, and makes them again.
 
     Raises CheckpointError where a file is missing or damaged, or of another model; ModelError for a model on the device "meta"
     with a tensor that no file holds.
     """
     folder = Path(folder)
     saved = read_json(folder / STRUCTURE, "a model's structure")
+    tables = read_tensors(folder / TABLES_FILE)[0] if saved.get("tables") else {}  # files of earlier versions have none
     model = copy_model(model)
-    _off_meta_(model)
+    _off_meta_(model, tables)
     detach_masks_(model)  # its masks were for other weights
     if saved.get("kind") in ("parts", "quantized"):
         # Read before the model is built again, which takes long.
@@ -95,18 +104,53 @@ def load(model: nn.Module, folder: str | Path) -> nn.Module:
         tensors, _ = read_tensors(folder / MODEL, _most_bytes(model) if replaced else bytes_of(model))
         loaded = _resized_(model, saved.get("structure"), tensors, folder)
     load_values_(loaded, tensors, folder / MODEL)
+    _load_tables_(loaded, tables)
     if "masks" in saved:
         _load_masks_(loaded, folder / MASKS, saved["masks"])
     return loaded
 
 
-def _off_meta_(model: nn.Module) -> None:
-    """Give tensors on the device "meta", which has no values to load into, zeros on the CPU, in place; tied ones stay tied."""
+def _tables_of(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers of a model that no state dict has (`persistent=False`), by name; neither masks nor what quantizers keep."""
+    tables = {}
+    for path, module in model.named_modules():
+        for leaf in sorted(module._non_persistent_buffers_set):
+            table = module._buffers.get(leaf)
+            if table is None or leaf.startswith(MASK_PREFIX) or isinstance(module, Quantizer):
+                continue
+            if table.layout is torch.strided and not table.is_meta and not table.is_quantized:
+                tables[f"{path}.{leaf}".lstrip(".")] = table
+    return tables
+
+
+def _storable(table: Tensor) -> Tensor:
+    """The same memory in a dtype that files have: complex numbers as two, integers without a sign as others of their size."""
+    if table.is_complex():
+        return torch.view_as_real(table.detach().resolve_conj())
+    return table.detach() if table.dtype in SAFETENSORS_DTYPES else table.detach().view(_INTEGERS[table.element_size()])
+
+
+def _load_tables_(model: nn.Module, tables: dict[str, Tensor]) -> None:
+    """Give buffers that no state dict has their saved values, where shape and dtype are the same."""
+    for name, here in _tables_of(model).items():
+        saved = tables.get(name)
+        if saved is None or (saved.shape, saved.dtype) != (_storable(here).shape, _storable(here).dtype):
+            continue
+        if not here.is_contiguous() or here.is_conj():  # its values may share memory with one another
+            set_tensor_(model, name, here := here.detach().resolve_conj().clone(memory_format=torch.contiguous_format))
+        _storable(here).copy_(saved)
+
+
+def _off_meta_(model: nn.Module, tables: dict[str, Tensor]) -> None:
+    """Give tensors on the device "meta", which has no values to load into, zeros on the CPU, in place; tied ones stay tied.
+
+    tables: of the file; ModelError for a buffer that neither a state dict nor they have.
+    """
     unsaved = dict(model.named_buffers(remove_duplicate=False)).keys() - model.state_dict().keys()
     for name, value in [*model.named_parameters(), *model.named_buffers(remove_duplicate=False)]:
         if not value.is_meta:
             continue
-        if name in unsaved:
+        if name in unsaved and (name not in tables or tables[name].shape != _storable(value).shape):
             raise ModelError(
                 f"{type(model).__name__}: its buffer {name} is on the device 'meta' and in no state dict (persistent=False), so"
                 " that nothing tells its values; make the model without torch.device('meta')"

@@ -149,6 +149,12 @@ def loss_of_type(**members):
     return type("Loss", (Weighted,), members)(1.0)
 
 
+def loss_of_class_of(method):
+    """A function that calls a method of the metaclass of a class."""
+    settings = type("Meta", (type,), {"scaled": staticmethod(method)})("Settings", (), {})
+    return lambda predictions, target: settings.scaled(predictions, target)
+
+
 A, B = torch.ones(4), torch.tensor([1.0, 1, 1, 2])
 LOSSES = {
     "attribute of a module": (nn.CrossEntropyLoss(), nn.CrossEntropyLoss(label_smoothing=0.5)),
@@ -162,6 +168,7 @@ LOSSES = {
     "bound method": (Weighted(1.0).method, Weighted(2.0).method),
     "attribute of a class": (loss_of_type(), loss_of_type(factor=2.0)),
     "method of a class": (loss_of_type(__call__=undecorated(1.0)), loss_of_type(__call__=undecorated(2.0))),
+    "method of a metaclass": (loss_of_class_of(undecorated(1.0)), loss_of_class_of(undecorated(2.0))),
     "number in a partial": (partial(F.cross_entropy, label_smoothing=0.0), partial(F.cross_entropy, label_smoothing=0.1)),
     "tensor in a partial": (partial(F.cross_entropy, weight=A), partial(F.cross_entropy, weight=B)),
     "argument of a partial": (partial(Weighted.method, Weighted(1.0)), partial(Weighted.method, Weighted(2.0))),
@@ -301,6 +308,33 @@ def test_another_attribute_of_the_model_is_noticed() -> None:
     assert keys(task_with(), model=model(0.1))[0] != keys(task_with(), model=model(0.2))[0]
     assert keys(task_with(), model=net(0).train())[0] == keys(task_with(), model=net(0))[0]  # a recipe sets the mode
     assert keys(task_with(), model=net(0))[0] == keys(task_with(), model=net(1))[0]  # it is trained; a warning says it
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_what_is_frozen_counts_where_something_is(trained) -> None:
+    """A training leaves frozen parameters as they are; `compress` describes its models so, too."""
+    free, frozen, half, whole = (nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 4)) for _ in range(4))
+    for other in (frozen, half, whole):
+        other.load_state_dict(free.state_dict())
+    frozen[0].requires_grad_(False)
+    half[0].bias.requires_grad_(False)
+    whole.requires_grad_(False)
+    found = [json.dumps(describe_model(model, trained=trained).record) for model in (free, frozen, half, whole)]
+    assert len(set(found)) == 4
+    frozen[0].requires_grad_(True)
+    assert json.dumps(describe_model(frozen, trained=trained).record) == found[0]
+
+
+def test_frozen_layers_of_a_student_count_and_of_a_teacher_do_not() -> None:
+    def records():
+        stages = ck.Distill(student=model, epochs=1), *imitating(ck.distill.Teacher(model)), ck.Distill(teacher=whole, epochs=1)
+        return [stage.record for stage in describe_stages(stages)]
+
+    model, whole = (nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4)).eval() for _ in range(2))
+    before = records()
+    model[0].requires_grad_(False)
+    whole.requires_grad_(False)
+    assert [one == other for one, other in zip(before, records(), strict=True)] == [False, True, True]
 
 
 class Noisy(Dataset):

@@ -8,6 +8,7 @@ import shutil
 
 import checkout
 import networks
+import numpy as np
 import pytest
 import torch
 from networks import image
@@ -167,10 +168,94 @@ class TiedWords(nn.Module):
         return self.head(self.outer(self.norm(self.inner(last)).relu()))
 
 
-def test_a_model_on_the_device_meta_with_a_table_that_no_file_holds_is_refused(tmp_path) -> None:
+def without_tables(folder) -> None:
+    """Make of what was saved in a folder what an earlier version saved."""
+    record = {k: v for k, v in json.loads((folder / "structure.json").read_text()).items() if k not in ("sha256", "tables")}
+    ck.base.files.write_json(folder / "structure.json", record)
+    (folder / "tables.safetensors").unlink()
+
+
+def parts(model, x):
+    whole = copy.deepcopy(model)
+    whole.hidden = ck.quant.quantize_static(whole.hidden, [torch.randn(4, 6, 32)])
+    return whole
+
+
+QUANTIZED = {
+    "float": lambda model, x: model,
+    "static": lambda model, x: ck.quant.quantize_static(model, [x]),
+    "dynamic": ck.quant.quantize_dynamic,
+    "weights": ck.quant.quantize_weights,
+    "a part": parts,
+}
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_buffers_that_no_state_dict_has_are_restored(kind, tmp_path) -> None:
+    """Such as random features: another instance has others."""
+    model, x = networks.TableOfConstants().eval(), torch.randn(4, 6, 4)
+    saved, other = QUANTIZED[kind](model, x), networks.TableOfConstants().eval()
+    ck.save(saved, tmp_path)
+    before = other.table.clone()
+    with torch.no_grad():
+        assert torch.equal(ck.load(other, tmp_path).eval()(x), saved(x))
+        assert torch.equal(other.table, before)
+        without_tables(tmp_path)
+        assert not torch.equal(ck.load(other, tmp_path).eval()(x), saved(x)), "no file has them"
+    ck.save(nn.Linear(2, 2), tmp_path)
+    ck.load(nn.Linear(2, 2), tmp_path)
+
+
+TABLES = {
+    "complex": torch.randn(3, 2, dtype=torch.complex64),
+    "conjugated": torch.randn(3, 2, dtype=torch.complex64).conj(),
+    "without a sign": torch.tensor([65535, 3], dtype=torch.uint16),
+    "expanded": torch.randn(1, 2).expand(3, 2),
+    "transposed": torch.randn(2, 3).T,
+    "a number": torch.tensor(3.0),
+    "half": torch.randn(3).half(),
+}
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_buffers_of_any_dtype_and_layout_are_restored(kind, tmp_path) -> None:
+    saved, fresh = nn.Linear(2, 2), nn.Linear(2, 2)
+    saved.register_buffer("table", TABLES[kind], persistent=False)
+    fresh.register_buffer("table", TABLES[kind].new_zeros(()).expand(TABLES[kind].shape), persistent=False)
+    ck.save(saved, tmp_path)
+    loaded = ck.load(fresh, tmp_path)
+    assert loaded.table.dtype is saved.table.dtype
+    assert loaded.table.resolve_conj().tolist() == saved.table.resolve_conj().tolist()
+    assert not any(np.ravel(fresh.table.tolist()))
+    assert "table" not in loaded.state_dict()
+
+
+@pytest.mark.parametrize("here", [torch.ones(4, 2), torch.ones(3, 2).double(), None], ids=["shape", "dtype", "unset"])
+def test_a_buffer_of_another_shape_or_dtype_stays(here, tmp_path) -> None:
+    """A run may have made either, of the inputs that it had."""
+    saved, fresh = nn.Linear(2, 2), nn.Linear(2, 2)
+    saved.register_buffer("table", torch.randn(3, 2), persistent=False)
+    fresh.register_buffer("table", here, persistent=False)
+    ck.save(saved, tmp_path)
+    table = ck.load(fresh, tmp_path).table
+    assert table is None if here is None else torch.equal(table, here)
+
+
+def test_damaged_buffers_that_no_state_dict_has_are_refused(tmp_path) -> None:
     ck.save(networks.TableOfConstants(), tmp_path)
+    data = (tmp_path / "tables.safetensors").read_bytes()
+    (tmp_path / "tables.safetensors").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match=r"tables\.safetensors: .*its digest is another"):
+        ck.load(networks.TableOfConstants(), tmp_path)
+
+
+def test_a_model_on_the_device_meta_with_a_table_that_no_file_holds_is_refused(tmp_path) -> None:
+    saved, x = networks.TableOfConstants(), torch.randn(4, 6, 4)
+    ck.save(saved, tmp_path)
     with torch.device("meta"):
         given = networks.TableOfConstants()
+    assert torch.equal(ck.load(given, tmp_path)(x), saved(x))
+    without_tables(tmp_path)
     message = r"TableOfConstants: its buffer table is on the device 'meta' and in no state dict \(persistent=False\), so that"
     with pytest.raises(ModelError, match=message):
         ck.load(given, tmp_path)

@@ -248,6 +248,10 @@ class _Describer:
             "children": self.parts({name: child for name, child in value._modules.items() if child is not None}),
             "code": value.code if isinstance(value, torch.fx.GraphModule | torch.jit.ScriptModule) else "",
         }
+        numbers = [(name, p) for name, p in value.named_parameters() if p.is_floating_point() or p.is_complex()]
+        frozen = sorted(name for name, p in numbers if not p.requires_grad)
+        if 0 < len(frozen) < len(numbers):  # a training leaves them as they are; where all are, as in a teacher, there is none
+            inside["frozen"] = frozen
         count = sum(p.numel() for p in value.parameters())
         return {"module": _name(type(value)), "parameters": count, "state": state, "settings": short_hash(inside)}
 

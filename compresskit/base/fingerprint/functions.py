@@ -144,9 +144,10 @@ def _all_names(code: CodeType) -> Iterator[str]:
 
 
 def class_members(cls: type) -> dict[str, Any]:
-    """The methods and attributes that the classes of a user define, for a class and its bases, by name."""
+    """The methods and attributes that the classes of a user define, for a class, its bases and its metaclass, by name."""
     members = {}
-    for base in cls.__mro__:
+    metaclass: type = type(cls)
+    for base in (*cls.__mro__, *metaclass.__mro__):
         if not of_library(base.__module__):
             for name, value in vars(base).items():
                 if name not in _OF_NO_EFFECT:
