@@ -43,6 +43,7 @@ from compresskit.recipe.page.render import write_csv, write_page
 from compresskit.recipe.report import remarks, table
 from compresskit.search import at_most, compress
 from compresskit.search.ceilings import parse_ceiling
+from compresskit.search.options import SearchSettings
 
 SAY_WHICH = "say which: --size N, or --inputs FILE.npz"
 OPTION = "--{} {}"  # an option and its value, in messages
@@ -435,6 +436,10 @@ def _line_of(path: str, error: Exception) -> str:
 
 def _compress_command(options: argparse.Namespace) -> int:
     budget = at_most(**_ceilings(options), threads=options.threads, batch=options.batch)
+    # The file may train for hours: what is wrong in the command line is said before.
+    SearchSettings(trials=options.trials, finalists=options.finalists, seconds=options.seconds)
+    if Path(options.out).exists() and not Path(options.out).is_dir():
+        raise SettingError(f"compress --out: wanted a folder, got a file: {options.out}")
     defined = _defined_by(options.file)
     with stoppable(Path(options.out)):
         found = compress(

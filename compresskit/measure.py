@@ -8,7 +8,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -95,6 +95,8 @@ def count_macs(model: nn.Module, inputs: AnyInputs, *, dims: RowDims | None = No
     inputs = as_inputs(inputs, "count_macs")
     aten = torch.ops.aten
     formulas = {aten._trilinear: _bilinear_flops, aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+    with suppress(AttributeError):  # torchvision is not imported
+        formulas[torch.ops.torchvision.deform_conv2d] = _deformable_flops
     counter = FlopCounterMode(display=False, custom_mapping=formulas)
     counter.mod_tracker = _WholeModel()  # type: ignore[assignment]
     fused = torch._C._get_mkldnn_enabled()
@@ -120,6 +122,11 @@ def _bilinear_flops(_: Sequence[int], weight: Sequence[int], second: Sequence[in
 def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *__: Any, **___: Any) -> int:
     """Operations of attention on a CPU, which torch 2.11 does not count: (N, H, L, D) and (N, H, S, D or E)."""
     return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+
+
+def _deformable_flops(_: Sequence[int], weight: Sequence[int], *__: Any, out_shape: Sequence[int], **___: Any) -> int:
+    """Operations of a deformable convolution of torchvision, with weight (O, I / groups, ...)."""
+    return 2 * math.prod(out_shape) * math.prod(weight[1:])
 
 
 class _WholeModel:
@@ -249,16 +256,18 @@ def metric_value(found: Any) -> float:
 
 def _joined(outputs: list[tuple[Tensor, Any]]) -> tuple[Tensor, Any]:
     predictions, targets = zip(*outputs, strict=True)
-    dense = isinstance(targets[0], Tensor) and targets[0].ndim > 0
-    for what, parts in (("predictions", predictions), ("targets", targets if dense else ())):
-        if len(sizes := dict.fromkeys(tuple(part.shape[1:]) for part in parts)) > 1:
-            first, second = list(sizes)[:2]
-            raise DataError(
-                f"Task(metric=...): a function wants all batches as one tensor, got {what} of size {first} and {second} for each"
-                " sample; give a metric with update, compute and reset, which takes one batch after another, such as those of"
-                " torchmetrics, or make Task(predict=...) return one size"
-            )
-    return torch.cat(predictions), torch.cat(targets) if dense else _joined_targets(targets, [len(part) for part in predictions])
+    return _one_tensor(predictions, "predictions"), _joined_targets(targets, [len(part) for part in predictions])
+
+
+def _one_tensor(parts: Sequence[Tensor], what: str) -> Tensor:
+    if len(sizes := dict.fromkeys(tuple(part.shape[1:]) for part in parts)) > 1:
+        first, second = list(sizes)[:2]
+        raise DataError(
+            f"Task(metric=...): a function wants all batches as one tensor, got {what} of size {first} and {second} for each"
+            " sample; give a metric with update, compute and reset, which takes one batch after another, such as those of"
+            " torchmetrics, or make Task(predict=...) return one size"
+        )
+    return torch.cat(list(parts))
 
 
 def _joined_targets(targets: Sequence[Any], rows: Sequence[int]) -> Any:
@@ -267,19 +276,26 @@ def _joined_targets(targets: Sequence[Any], rows: Sequence[int]) -> Any:
 
     rows: of the predictions of each batch.
 
-    Raises DataError where a list has neither one entry for each sample nor tensors of all rows.
+    Raises DataError where a list has neither one entry for each sample nor tensors of all rows, or may have either.
     """
     first = targets[0]
     if isinstance(first, Mapping):
         return {key: _joined_targets([target[key] for target in targets], rows) for key in first}
     if isinstance(first, Tensor):
-        return torch.cat(list(targets)) if first.ndim else list(targets)
+        return _one_tensor(targets, "targets") if first.ndim else list(targets)
     if not isinstance(first, list | tuple):
         return list(targets)
-    if first and all(_has_rows(value, n) for target, n in zip(targets, rows, strict=True) for value in target):
+    by_place, by_sample = _entries(targets, rows)
+    if by_place and by_sample and len(targets) > 1:  # a single batch stays as it is
+        raise DataError(
+            f"Task(metric=...): in every validation batch, of {(n := len(first))} samples, targets are lists of {n} tensors of"
+            " as many rows, which may be one for each sample or one for each of several targets; let the loader give batches of"
+            " another size or a dict of targets, or give a metric with update, compute and reset, which takes batch after batch"
+        )
+    if by_place:
         values = [_joined_targets(of_all, rows) for of_all in zip(*targets, strict=True)]
         return type(first)(*values) if hasattr(first, "_fields") else type(first)(values)
-    if any(len(target) != n for target, n in zip(targets, rows, strict=True)):
+    if not by_sample:
         raise DataError(
             "Task(metric=...): a function wants the targets of all batches together, got lists of"
             f" {[len(t) for t in targets[:3]]} beside predictions of {list(rows[:3])} samples; give a metric with update, compute"
@@ -288,8 +304,33 @@ def _joined_targets(targets: Sequence[Any], rows: Sequence[int]) -> Any:
     return [value for target in targets for value in target]
 
 
+def _entries(targets: Sequence[Any], rows: Sequence[int]) -> tuple[bool, bool]:
+    """Whether the entries of lists can be tensors of all rows, as `default_collate` makes them of several targets, and whether
+    they can be of one sample each, as a collate function for detection makes them. What they are fits in all batches.
+
+    Named tuples, and entries of several kinds, are the first where both fit: tensors of samples have one dtype and rank.
+    """
+    first, both = targets[0], [*zip(targets, rows, strict=True)]
+    by_sample = all(len(target) == n for target, n in both)
+    alike = len({len(target) for target in targets}) == 1 and any(isinstance(value, Tensor) for value in first)
+    by_place = alike and all(_has_rows(value, n) for target, n in both for value in target)
+    kinds = ({(value.dtype, value.ndim) if isinstance(value, Tensor) else None for value in target} for target in targets)
+    told = type(first) not in (list, tuple) or any(len(kind) > 1 for kind in kinds)
+    return by_place, by_sample and not (by_place and told)
+
+
+def may_be_of_samples_or_not(target: Any, rows: int) -> bool:
+    """Whether a list in the target of one batch leaves open what its entries are; other batches, of other sizes, may tell."""
+    if isinstance(target, Mapping):
+        return any(may_be_of_samples_or_not(value, rows) for value in target.values())
+    return isinstance(target, list | tuple) and all(_entries([target], [rows]))
+
+
 def _has_rows(value: Any, rows: int) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0 and len(value) == rows
+    if isinstance(value, Mapping):
+        return bool(value) and all(_has_rows(entry, rows) for entry in value.values())
+    sized = value.ndim > 0 if isinstance(value, Tensor) else isinstance(value, list | tuple)
+    return sized and len(value) == rows
 
 
 def numpy_inputs(session: Any, inputs: AnyInputs, path: str | Path | None = None) -> dict[str, np.ndarray]:

@@ -371,10 +371,14 @@ def test_the_budget_of_compress_is_in_the_words_of_the_command_line(budgets, cap
         (["--drop", "1", "--minutes", "2d"], "compress --minutes: wanted 30 (minutes), 30min or 2h, got '2d'"),
         (["--size", "1 parsec"], "compress --size: wanted 1MB, 300KiB, or 0.1x of the uncompressed file's, got '1 parsec'"),
         (["--drop", "1", "--threads", "0"], "compress: --threads: wanted a whole number >= 1, got 0"),
+        (["--drop", "1", "--trials", "0"], "compress: --trials: wanted a whole number >= 1, got 0"),
+        (["--drop", "1", "--seconds", "0"], "compress: --seconds: wanted a positive number, got 0.0"),
+        (["--drop", "1", "--out", mine], f"compress --out: wanted a folder, got a file: {mine}"),
         ([], "compress: wanted at least one of --latency, --size, --macs and --drop, got none; such as --latency 5ms"),
     ):
-        assert main(["compress", mine, *arguments]) == 2
-        assert capsys.readouterr().err == f"compresskit: {message}\n"
+        for file in (mine, "nothere.py"):  # whatever it would take to run it
+            assert main(["compress", file, *arguments]) == 2
+            assert capsys.readouterr().err == f"compresskit: {message}\n"
     assert len(found) == 4
 
 

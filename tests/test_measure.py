@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import NamedTuple
 
 import networks
 import onnxruntime
@@ -235,3 +236,60 @@ def test_a_function_gets_targets_by_sample() -> None:
         DataError, match=r"got lists of \[1, 1\] beside predictions of \[2, 3\] samples; give a metric with update"
     ):
         seen([(x, ["a"]), (other, ["b"])])
+
+
+class Pair(NamedTuple):
+    """Two targets by name."""
+
+    start: torch.Tensor
+    end: torch.Tensor
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_batch_of_other_size_says_what_the_entries_of_a_list_are(kind) -> None:
+    """`default_collate` gives lists of several targets, and collate functions for detection give tuples of samples."""
+    x, other = torch.randn(2, 8), torch.randn(3, 8)
+    two = kind([torch.tensor([0.0, 1.0]), torch.tensor([5.0, 6.0])])
+    _, joined = seen([(x, two), (other, kind([torch.ones(3), torch.zeros(3)])), (x, two)])
+    assert [part.tolist() for part in joined] == [[0, 1, 1, 1, 1, 0, 1], [5, 6, 0, 0, 0, 5, 6]]
+    assert type(joined) is kind
+    _, joined = seen([(x, two), (other, kind([torch.ones(k) for k in range(3)])), (x, two)])  # of samples
+    assert [len(part) for part in joined] == [2, 2, 0, 1, 2, 2, 2]
+    _, joined = seen([(x, two), (x, kind([torch.ones(2), torch.ones(5)]))])  # a sample with five entries
+    assert [len(part) for part in joined] == [2, 2, 2, 5]
+    _, joined = seen([(x, two), (other, kind([torch.ones(3)] * 3))])  # as many as samples, as many each, in all batches
+    assert [len(part) for part in joined] == [2, 2, 3, 3, 3]
+    boxes = [{"boxes": torch.ones(1, 4)}, {"boxes": torch.zeros(1, 4)}]
+    assert seen([(x[:1], kind(boxes[:1])), (x[:1], kind(boxes[1:]))])[1] == boxes  # dicts in a list are of samples
+
+
+def test_what_the_entries_of_a_list_are_is_told_by_their_kinds_where_no_batch_says_it() -> None:
+    x = torch.randn(2, 8)
+    for target, shapes in (
+        ([torch.zeros(2).long(), torch.zeros(2)], [(4,), (4,)]),
+        ([torch.zeros(2), torch.zeros(2, 4)], [(4,), (4, 4)]),
+        (Pair(torch.zeros(2), torch.ones(2)), [(4,), (4,)]),
+    ):
+        _, joined = seen([(x, target), (x, target)])
+        assert [tuple(part.shape) for part in joined] == shapes
+    _, joined = seen([(x, [torch.zeros(2), {"words": ["a", "b"]}])] * 2)
+    assert joined[1] == {"words": ["a", "b"] * 2}
+
+
+ONE_BOX = [(torch.randn(1, 8), [torch.rand(1, 4)]) for _ in range(4)]
+
+
+def test_a_list_that_may_be_of_samples_or_of_targets_is_refused() -> None:
+    wanted = r"in every validation batch, of 1 samples, targets are lists of 1 tensors of as many rows, .*; let the loader give"
+    for given in (ONE_BOX, [(x, {"boxes": boxes}) for x, boxes in ONE_BOX]):
+        with pytest.raises(DataError, match=wanted):
+            seen(given)
+    assert len(seen([*ONE_BOX, (torch.randn(1, 8), [torch.rand(3, 4)])])[1]) == 5
+    assert len(seen([(torch.cat([x for x, _ in ONE_BOX]), [boxes[0] for _, boxes in ONE_BOX])])[1]) == 4
+    assert len(seen(ONE_BOX[:1])[1]) == 1
+
+
+def test_targets_of_several_sizes_are_no_targets_of_all_samples() -> None:
+    pairs = [(torch.randn(n, 8), [torch.zeros(n, size), torch.zeros(n)]) for n, size in ((3, 4), (4, 5))]
+    with pytest.raises(DataError, match=r"got targets of size \(4,\) and \(5,\) for each sample"):
+        seen(pairs)

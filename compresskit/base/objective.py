@@ -3,6 +3,7 @@
 A plain function `(model, batch) -> {name: scalar}` is enough where nothing has to be prepared or remembered. An `Objective` can
 also read the task, add modules to the model while it is trained, follow the training's progress, and be saved in checkpoints:
 
+    rehearse(model, predictions)   before a run, of the incoming model
     bind(model, task)              once, before the first step; returns the objective that is used
     advance(done)                  before every batch
     __call__(model, batch)         for every batch
@@ -48,6 +49,14 @@ class Objective(ABC):
 
         Returns:
             Scalars by name; their sum is minimised.
+        """
+
+    def rehearse(self, model: nn.Module, predictions: Any) -> None:  # noqa: B027  by default nothing
+        """Raise an error where it is plain before a run that this cannot train its model.
+
+        Args:
+            model: the incoming model of the run, whose predictions a later stage's have the classes of; it must not be changed.
+            predictions: what `Task.predict` gives of it.
         """
 
     def bind(self, model: nn.Module, task: Task) -> Objective:

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from compresskit.base.errors import ModelError, SettingError
+from compresskit.base.errors import SettingError
 from compresskit.base.task import Task, call
+from compresskit.distill.losses.logits import soft_targets
 from compresskit.distill.models.teacher import TeacherLike, View
 from compresskit.distill.objectives.imitate import Imitate, imitate
 from compresskit.distill.objectives.loss_weights import LossWeight
-from compresskit.distill.objectives.terms import DistillLoss, Term, drop_adapters_
+from compresskit.distill.objectives.terms import DistillLoss, Term, check_soft_targets, drop_adapters_
 from compresskit.graph.surgery import copy_model, mode
 from compresskit.measure import few_rows
 from compresskit.train.train import Train, fit_
@@ -79,11 +80,7 @@ class Distill(Train):
             student = self.skeleton(model).to(task.device)
             with mode(student, training=False):
                 predictions = task.predict(call(student, few_rows(student, task.example(), 2)))
-        if predictions.shape[1:2] == (1,):
-            raise ModelError(
-                f"Distill(): {type(student).__name__} gives one channel, of which a softmax says nothing; pass"
-                " Distill(loss=...) such as F.mse_loss"
-            )
+        check_soft_targets("Distill", soft_targets, student, predictions)
 
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         teacher = self.teacher

@@ -6,7 +6,7 @@ import json
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -105,8 +105,10 @@ def export_onnx(
 
 @contextmanager
 def _exporting() -> Iterator[None]:
-    """Let one thread at a time export inside the block, without what torch and onnxscript log of their own internals."""
-    with one_thread_traces(), log_level("torch.onnx", logging.ERROR), log_level("onnxscript", logging.ERROR):
+    """Let one thread at a time export inside the block, without what the packages of the exporter log of their internals."""
+    with one_thread_traces(), ExitStack() as levels:
+        for name in ("torch.onnx", "onnxscript", "onnx_ir"):
+            levels.enter_context(log_level(name, logging.ERROR))
         yield
 
 

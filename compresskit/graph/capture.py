@@ -279,9 +279,11 @@ def _buffers_read(program: torch.export.ExportedProgram) -> set[str]:
 
 def check_dynamic(dynamic: Any, where: str) -> None:
     """Raise SettingError, which begins with `where`, for what cannot name the dimensions that vary; see `Dynamic`."""
-    for dims in dynamic.values() if isinstance(dynamic, Mapping) else [dynamic]:
+    named = isinstance(dynamic, Mapping)
+    for dims in dynamic.values() if named else [dynamic]:
         numbers = isinstance(dims, Collection) and all(isinstance(d, Integral) and not isinstance(d, bool) for d in dims)
-        if not numbers or isinstance(dims, str):  # "" holds no entry that is none
+        names = isinstance(dims, Mapping) and all(isinstance(name, str) for name in dims.values())
+        if not numbers or isinstance(dims, str) or names != named:  # "" holds no entry that is no number
             raise SettingError(
                 f'{where}: wanted dimensions, such as (0, 2, 3), or their names for each input, {{"x": {{0: "batch"}}}}, or'
                 f" () for none, got {dynamic!r}"

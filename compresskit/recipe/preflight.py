@@ -6,22 +6,27 @@ from collections.abc import Mapping, Sequence, Sized
 from functools import partial
 from inspect import Parameter, signature
 from itertools import takewhile
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from compresskit.base.distributed import world_size
 from compresskit.base.errors import CompressError, DataError, ModelError, first_line
 from compresskit.base.objective import Objective
 from compresskit.base.stage import Stage
-from compresskit.base.task import IGNORED, RunningMetric, Task, batch_size, call, first_rows, shapes_of
+from compresskit.base.task import IGNORED, Inputs, RunningMetric, Task, batch_size, call, first_rows, shapes_of
+from compresskit.export.onnx import export_onnx
+from compresskit.export.rewrite.dtypes import least_precise_dtype
 from compresskit.graph.capture import Dynamic, capture, check_runs
 from compresskit.graph.quantized import is_quantized
 from compresskit.graph.surgery import copy_model, mode, no_attention_fastpath, state_kept
-from compresskit.measure import checked_score, few_rows, input_row_dims, metric_value
+from compresskit.measure import checked_score, evaluate, few_rows, input_row_dims, may_be_of_samples_or_not, metric_value
 from compresskit.metrics import OutputAgreement
 from compresskit.mixed.formats.parallel import is_sharded
 from compresskit.mixed.formats.policy import BATCH_NORMS
@@ -48,8 +53,9 @@ def preflight_check(
 
     The model is not changed. Raises ModelError where the model does not run or cannot be captured, SettingError where a training
     has no data, DataError where the loss or the metric does not fit the data, where a loss reads targets that the data have not,
-    where a loader is empty, where a training counts epochs of data without a length, or where its last batch is one row, of which
-    BatchNorm has no statistics.
+    where lists of targets can be read in two ways, where a loader is empty, where a training counts epochs of data without a
+    length, or where its last batch is one row, of which BatchNorm has no statistics, ExportError where ONNX Runtime cannot run
+    the model's dtype, and what objectives raise that cannot train models with its predictions.
 
     own: the tasks of stages that have one of their own, by the stage's index. dynamic: dimensions that may vary in the files.
     """
@@ -84,9 +90,47 @@ def preflight_check(
     with mode(probe.to(task.device), training=False):
         for i, stage in enumerate(stages):
             stage.rehearse(probe, own.get(i, task))
+        _rehearse_objectives(probe, task, stages, own)
     if not is_quantized(model):
         example = task.example()
-        capture(model, few_rows(model, example, 2, input_row_dims(model, example, dynamic)), dynamic=dynamic)
+        graph = capture(model, few_rows(model, example, 2, input_row_dims(model, example, dynamic)), dynamic=dynamic).module
+        if all(map(_keeps_classes, stages)) and _has_rare_dtype(graph, model):
+            _try_file(model, example, dynamic)
+
+
+def _keeps_classes(stage: Stage) -> bool:
+    """Whether the model that a stage returns is known to have the dtype and the classes of the incoming one."""
+    return not stage.makes_student and type(stage).__module__.startswith("compresskit.")
+
+
+def _rehearse_objectives(probe: nn.Module, task: Task, stages: Sequence[Stage], own: Mapping[int, Task]) -> None:
+    """Let the objectives of trainings refuse what the incoming model predicts, as long as stages keep its classes."""
+    for i, stage in takewhile(lambda each: _keeps_classes(each[1]), enumerate(stages)):
+        objectives = [each.objective for each in trainings_in(stage) if isinstance(each.objective, Objective)]
+        if not objectives:
+            continue
+        each = own.get(i, task)
+        with torch.no_grad(), state_kept(probe):
+            predictions = each.predicted(call(probe, few_rows(probe, each.example(), 2)))
+        for objective in objectives:
+            try:
+                objective.rehearse(probe, predictions)
+            except CompressError as error:
+                raise type(error)(f"stage {i + 1}, {type(stage).__name__}: {error}") from error
+
+
+def _has_rare_dtype(graph: fx.GraphModule, model: nn.Module) -> bool:
+    """Whether a model computes in float64, or in bf16 where its weights are not, for which ONNX Runtime has few kernels."""
+    values = pytree.tree_leaves([node.meta.get("val") for node in graph.graph.nodes])
+    found = {value.dtype for value in values if isinstance(value, Tensor)}
+    narrow = least_precise_dtype(model) is torch.bfloat16  # its file computes in fp32
+    return torch.float64 in found or (torch.bfloat16 in found and not narrow)
+
+
+def _try_file(model: nn.Module, example: Inputs, dynamic: Dynamic) -> None:
+    """Write a file of the model, which raises ExportError where ONNX Runtime cannot run it."""
+    with TemporaryDirectory() as folder:
+        export_onnx(model, Path(folder) / "model.onnx", example, dynamic=dynamic)
 
 
 def _check_loader(probe: nn.Module, task: Task, which: str, *, loss: bool = True) -> None:
@@ -113,6 +157,8 @@ def _check_loader(probe: nn.Module, task: Task, which: str, *, loss: bool = True
                 task.metric(predictions, target)
             elif not isinstance(task.metric, RunningMetric) and not _all_ignored(task, target):
                 metric_value(checked_score(task, predictions, target))
+                if may_be_of_samples_or_not(target, len(predictions)):
+                    evaluate(probe, task, finite=False)  # raises where no other batch tells
         except CompressError:
             raise
         except Exception as error:

@@ -177,11 +177,11 @@ def _search_and_run(
         dense_held_out=dense if part else None,
         tried=tuple(tried),
         chosen=chosen,
-        reason=_reason(chosen, tried, ceilings, minimise) + _caveats(chosen, dense, ceilings, trains=train is not None),
+        noise=(noise := max(stopwatch.noise, *(t.unsteadiness for t in tried))),
+        reason=_reason(chosen, tried, ceilings, minimise) + _caveats(chosen, dense, ceilings, noise, trains=train is not None),
         recipe=recipe,
         code=out / SCRIPT,
         result=result,
-        noise=max(stopwatch.noise, *(t.unsteadiness for t in tried)),
         ceilings=ceilings,
         seconds=time.perf_counter() - begin,
         latency_error=None if slow is None else slow.error(),
@@ -316,10 +316,10 @@ def _none_within(tried: Sequence[Tried], budget: Ceilings, ceilings: dict[str, f
     )
 
 
-def _caveats(chosen: Tried, dense: Figures, ceilings: dict[str, float], *, trains: bool) -> str:
+def _caveats(chosen: Tried, dense: Figures, ceilings: dict[str, float], noise: float, *, trains: bool) -> str:
     """What a user should know of the chosen one besides why it was chosen."""
     without = _untrained(chosen, ceilings) if trains else ""
-    return without + _slower(chosen, dense, ceilings) + _rate_too_high(chosen) + _unsteady(chosen)
+    return without + _slower(chosen, dense, ceilings, noise) + _rate_too_high(chosen) + _unsteady(chosen)
 
 
 def _untrained(chosen: Tried, ceilings: dict[str, float]) -> str:
@@ -350,12 +350,17 @@ def _warn_of_statistics(workshop: Workshop, dense: Figures) -> None:
         )
 
 
-def _slower(chosen: Tried, dense: Figures, ceilings: dict[str, float]) -> str:
-    """A remark on a file that nobody asked to be faster, and that is slower."""
+def _slower(chosen: Tried, dense: Figures, ceilings: dict[str, float], noise: float) -> str:
+    """A remark on a file that nobody asked to be faster, and that is slower by more than latencies are known to."""
     assert chosen.trained is not None
-    if "latency" in ceilings or chosen.trained.latency <= dense.latency * (1 + NOTABLY_SLOWER):
+    if "latency" in ceilings or chosen.trained.latency <= dense.latency * (1 + max(NOTABLY_SLOWER, noise)):
         return ""
-    return f". It is slower than the uncompressed file, {chosen.trained.latency:.3f} ms for {dense.latency:.3f}"
+    return f". It is slower than the uncompressed file, {_digits(chosen.trained.latency)} ms for {_digits(dense.latency)}"
+
+
+def _digits(milliseconds: float) -> str:
+    """A latency with three digits that count, and three behind the point where those are more."""
+    return f"{milliseconds:.3f}" if milliseconds >= 0.1 else f"{milliseconds:#.3g}"
 
 
 def _unsteady(chosen: Tried) -> str:
@@ -365,8 +370,8 @@ def _unsteady(chosen: Tried) -> str:
     if chosen.unsteadiness <= NOISIEST:
         return ""
     return (
-        f". A file of the same operators took {chosen.figures.latency:.3f} ms before, and this one {chosen.trained.latency:.3f}:"
-        " measure it again when this machine is quiet"
+        f". A file of the same operators took {_digits(chosen.figures.latency)} ms before, and this one"
+        f" {_digits(chosen.trained.latency)}: measure it again when this machine is quiet"
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import networks
 import pytest
 import torch
@@ -30,6 +32,20 @@ def test_files_accept_other_sizes_in_varying_dimensions(tmp_path) -> None:
             wanted = model(tall)
         got = runtime.run(None, numpy_inputs(runtime, (tall,)))[0]
         torch.testing.assert_close(torch.from_numpy(got), wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dims", [(0,), [0], {0}, {0: 1}, {0: torch.export.Dim("b")}, {0: None}], ids=repr)
+def test_dimensions_of_an_input_without_their_names_are_refused_before_any_work(dims, tmp_path) -> None:
+    """`torch.export` takes some of them."""
+    model, x = nn.Linear(8, 8).eval(), (torch.randn(4, 8),)
+    wanted = re.escape('or their names for each input, {"x": {0: "batch"}}, or () for none, got {\'input\': ')
+    for act in (
+        lambda **given: ck.export_onnx(model, tmp_path / "f.onnx", x, **given),
+        lambda **given: quantize_static(model, [x], **given),
+        lambda **given: ck.quant.quantize_weights(model, [x], **given),
+    ):
+        with pytest.raises(SettingError, match=wanted):
+            act(dynamic={"input": dims})
 
 
 @pytest.mark.parametrize(

@@ -133,3 +133,16 @@ def test_export_is_silent_about_tables_that_stay_unfolded(tmp_path, caplog) -> N
     model.register_buffer("table", torch.zeros(1, 99).long())
     ck.export_onnx(model, tmp_path / "f.onnx", (torch.randint(0, 20, (4, 6)),))
     assert not [record for record in caplog.records if record.name.startswith("onnxscript")]
+
+
+def test_export_is_silent_about_attributes_that_are_empty(tmp_path, caplog) -> None:
+    class Upper(nn.Linear):
+        """Writes single places of a matrix, as layers of flows do."""
+
+        def forward(self, x):
+            weight, rows = self.weight.new_zeros(6, 6), torch.arange(6)
+            weight[rows, rows] = self.bias
+            return super().forward(x) @ weight
+
+    ck.export_onnx(Upper(6, 6).eval(), tmp_path / "f.onnx", (torch.randn(4, 6),))
+    assert not [record for record in caplog.records if record.name.startswith("onnx_ir")]

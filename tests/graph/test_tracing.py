@@ -18,7 +18,7 @@ from compresskit.export import exporter_tables
 from compresskit.graph.capture import capture
 from compresskit.graph.tracing import SIZES_LOG, first_time, one_thread_traces
 
-LOGS = (SIZES_LOG, "torch.onnx", "onnxscript")
+LOGS = (SIZES_LOG, "torch.onnx", "onnxscript", "onnx_ir")
 
 
 def network():

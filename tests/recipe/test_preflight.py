@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from functools import partial
 
 import networks
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import compresskit as ck
-from compresskit.base.errors import DataError, ModelError, SettingError
+from compresskit.base.errors import DataError, ExportError, ModelError, SettingError
+from compresskit.base.stage import Stage
 from compresskit.graph.surgery import copy_model
 from compresskit.recipe import preflight
 from compresskit.recipe.preflight import preflight_check
@@ -174,3 +178,85 @@ def test_an_optimizer_that_needs_a_closure_is_refused_before_anything_runs(optim
     with pytest.raises(SettingError, match="stage 2, Train: optimizer=LBFGS evaluates the loss itself, .*; give another"):
         ck.Recipe(*stages).run(networks.Chain(), task, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def yes_or_no(count: int = 4) -> tuple[nn.Module, ck.Task]:
+    """A model of one channel for each pixel, and its task."""
+    x = torch.randn(count, 8, 3, 16, 16)
+    data = [(each, (each.mean(1, keepdim=True) > 0).float()) for each in x]
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 1, 3, padding=1))
+    loss = F.binary_cross_entropy_with_logits
+    return model, ck.Task(train=data, val=data, loss=loss, metric=lambda p, t: ((p > 0) == (t > 0.5)).float().mean())
+
+
+@pytest.mark.parametrize(
+    ("objective", "name"),
+    [(ck.imitate(), "imitate"), (ck.distill.mutual(nn.Conv2d(3, 1, 1)), "mutual")],
+    ids=["imitate", "mutual"],
+)
+def test_soft_targets_of_one_channel_are_refused_before_the_first_stage_trains(objective, name, tmp_path) -> None:
+    model, task = yes_or_no()
+    seen = []
+    prune = ck.Prune(budget=ck.keep(macs=0.5), finetune=ck.Train(epochs=1, objective=objective))
+    wanted = (
+        rf"^stage 2, Prune: {name}\(\): Sequential gives one channel, of which a softmax says nothing; pass"
+        rf" {name}\(loss=compresskit.distill.losses.match_predictions\)$"
+    )
+    with pytest.raises(ModelError, match=wanted):
+        ck.Recipe(ck.Train(epochs=1, on_step=seen.append), prune).run(model, task, tmp_path / "run")
+    assert not seen
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_imitates_one_channel_by_another_loss_and_what_follows_a_student_is_not_refused() -> None:
+    model, task = yes_or_no()
+    matched = ck.Train(epochs=1, objective=ck.imitate(loss=ck.distill.losses.match_predictions))
+    preflight_check(model, task, [ck.Train(epochs=1), ck.Prune(budget=ck.keep(macs=0.5), finetune=matched)])
+    preflight_check(model, task, [ck.Train(epochs=1, objective=ck.imitate(weight=0, task_weight=1))])
+    imitates = ck.Train(epochs=1, objective=ck.imitate())
+    distill = ck.Distill(student=nn.Conv2d(3, 2, 1), epochs=1, loss=F.mse_loss)
+    preflight_check(model, task, [distill, imitates])
+
+
+def test_a_model_in_float64_is_refused_before_it_is_trained(tmp_path) -> None:
+    model, task = yes_or_no()
+    data, seen = [(x.double(), y.double()) for x, y in task.val], []
+    recipe = ck.Recipe(ck.Train(epochs=1, on_step=seen.append))
+    with pytest.raises(ExportError, match=r"0\.weight is torch\.float64, and ONNX Runtime has no Conv in DOUBLE; export model"):
+        recipe.run(model.double(), replace(task, train=data, val=data), tmp_path / "run")
+    assert not seen
+    assert not (tmp_path / "run").exists()
+
+
+class InFloat(Stage):
+    """Casts the model, as a stage of a user may."""
+
+    def __call__(self, model: nn.Module, task: ck.Task) -> nn.Module:
+        return model.float()
+
+
+def test_float64_that_runs_or_that_a_stage_of_the_user_may_cast_is_not_refused() -> None:
+    model, task = yes_or_no()
+    data = [(x.double(), y.double()) for x, y in task.val]
+    double = replace(task, train=data, val=data)
+    preflight_check(copy.deepcopy(model).double(), double, [ck.Train(epochs=1), InFloat()])
+    linear = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 16 * 16), nn.Unflatten(1, (1, 16, 16))).double()
+    preflight_check(linear, double, [ck.Train(epochs=1)])
+
+
+def test_lists_that_can_be_read_in_two_ways_are_refused_before_training(tmp_path) -> None:
+    model, seen = nn.Linear(8, 4), []
+    data = [(torch.randn(1, 8), [torch.rand(1, 4)]) for _ in range(4)]
+
+    def distance(predictions, targets):
+        return torch.stack([(p - t).abs().mean() for p, t in zip(predictions, targets, strict=False)]).mean()
+
+    train = ck.Train(epochs=1, on_step=seen.append)
+    task = ck.Task(train=data, val=data, loss=distance, metric=distance, higher_is_better=False)
+    with pytest.raises(
+        DataError, match=r"in every validation batch, of 1 samples, targets are lists of 1 tensors .*; let the loader"
+    ):
+        ck.Recipe(train).run(model, task, tmp_path / "run")
+    assert not seen
+    told = [*data, (torch.randn(1, 8), [torch.rand(2, 4)])]
+    preflight_check(model, replace(task, val=told), [train])

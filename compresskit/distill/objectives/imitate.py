@@ -27,6 +27,7 @@ from compresskit.distill.objectives.terms import (
     DistillLoss,
     Term,
     attach_adapters_,
+    check_soft_targets,
     compute_terms,
     drop_adapters_,
     resolve_terms,
@@ -93,6 +94,11 @@ class Imitate(Objective):
         attach_adapters_(model, adapters)
         return replace(bound, source=source, bound_terms=tuple(started), adapters=adapters)
 
+    def rehearse(self, model: nn.Module, predictions: Any) -> None:
+        """Raise `ModelError` for soft targets of one channel."""
+        if self.weight:
+            check_soft_targets("imitate", self.loss, model, predictions)
+
     def _seeing(self, source: TeacherSource) -> TeacherSource:
         """The source, with the views of this objective."""
         if not self.teacher_views:
@@ -105,7 +111,7 @@ class Imitate(Objective):
         return source.seeing(self.teacher_views)
 
     def _check_classes(self, wanted: Tensor, got: Tensor) -> None:
-        """Raise `ModelError` unless teacher and student predict the same classes, two or more for soft targets.
+        """Raise `ModelError` unless teacher and student predict the same classes.
 
         Neither may predict something for each place, where the teacher sees views.
         """
@@ -125,12 +131,7 @@ class Imitate(Objective):
                 f"the teacher {teacher} gives predictions {tuple(wanted.shape)}, the student {student} {tuple(got.shape)}; both"
                 " must have the same classes (of vocabularies that are padded differently, imitate(classes=...) takes the first)"
             )
-        soft = self.loss.func if isinstance(self.loss, partial) else self.loss
-        if soft is soft_targets and self.weight and got.shape[1:2] == (1,):
-            raise ModelError(
-                f"imitate(): {student} gives one channel, of which a softmax says nothing; pass"
-                " imitate(loss=...) such as F.mse_loss"
-            )
+        self.rehearse(bound(self.student, self), got)
 
     def _first_classes(self, predictions: Any) -> Any:
         """The predictions of the classes that are compared."""

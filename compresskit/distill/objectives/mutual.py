@@ -15,7 +15,7 @@ from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.objective import Losses, Objective, bound
 from compresskit.base.task import Inputs, Task, call, first_tensor
 from compresskit.distill.losses.logits import soft_targets
-from compresskit.distill.objectives.terms import DistillLoss, attach_adapters_, drop_adapters_
+from compresskit.distill.objectives.terms import DistillLoss, attach_adapters_, check_soft_targets, drop_adapters_
 from compresskit.graph.surgery import copy_model, mode
 from compresskit.train.objective import supervised_loss
 
@@ -44,7 +44,9 @@ class Mutual(Objective):
         shapes = []
         for each in (model, *peers):
             with torch.no_grad(), mode(each, training=False):
-                shapes.append(tuple(task.predict(call(each, example)).shape))
+                predictions = task.predict(call(each, example))
+            self.rehearse(each, predictions)
+            shapes.append(tuple(predictions.shape))
         for peer, shape in zip(peers, shapes[1:], strict=True):
             if shape != shapes[0]:
                 raise ModelError(
@@ -53,6 +55,10 @@ class Mutual(Objective):
                 )
         attach_adapters_(model, {str(i): peer for i, peer in enumerate(peers)})
         return replace(self, peers=tuple(peers), task=task, student=model)
+
+    def rehearse(self, model: nn.Module, predictions: Any) -> None:
+        """Raise `ModelError` for soft targets of one channel."""
+        check_soft_targets("mutual", self.loss, model, predictions)
 
     def close(self) -> None:
         """Remove the peers from the student."""

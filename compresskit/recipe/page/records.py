@@ -13,6 +13,7 @@ from compresskit.recipe.folder import PROGRESS, ROW
 from compresskit.recipe.report import StageReport, read_stage_report
 
 REPORT, RECIPE = "report.json", "recipe.json"
+NAMED_RUNS = 3  # in a message
 MEASURED_AT_THE_END = ("latency_ms", "bytes")  # of a run, for all its stages together
 
 
@@ -81,7 +82,8 @@ def read_run(folder: str | Path, report: dict[str, Any] | None = None) -> RunRec
     if not run.folder.is_dir():
         raise CheckpointError(f"no such file: {folder}; wanted the folder of a run")
     if report is None and not any((run.folder / name).exists() for name in (REPORT, RECIPE)):
-        raise CheckpointError(f"{run.folder / REPORT}: not there, nor is {RECIPE}; wanted the folder of a run")
+        inside = _runs_inside(run.folder)
+        raise CheckpointError(f"{run.folder / REPORT}: not there, nor is {RECIPE}; wanted the folder of a run{inside}")
     run.recipe = _read(run, run.folder / RECIPE, "the recipe of a run") or {}
     if report is None:
         report = _read(run, run.folder / REPORT, "the report of a run")
@@ -96,6 +98,13 @@ def read_run(folder: str | Path, report: dict[str, Any] | None = None) -> RunRec
         if path.exists() and (found := _read(run, path, "the details of a finished stage")) is not None:
             run.details[row.stage] = found
     return run
+
+
+def _runs_inside(folder: Path) -> str:
+    """The first runs in a folder, such as that of a search, for a message."""
+    runs = sorted(path.parent for places in ("*", "*/*") for path in folder.glob(f"{places}/{RECIPE}"))
+    more = f" and {len(runs) - NAMED_RUNS} more" if len(runs) > NAMED_RUNS else ""
+    return f", such as {', '.join(map(str, runs[:NAMED_RUNS]))}{more}" if runs else ""
 
 
 def _read(run: RunRecord, path: Path, what: str) -> dict[str, Any] | None:

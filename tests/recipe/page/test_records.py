@@ -98,3 +98,14 @@ def test_what_is_no_run_is_refused(tmp_path) -> None:
     ):
         with pytest.raises(CheckpointError, match=message):
             read_run(path)
+
+
+def test_the_folder_of_a_search_is_refused_with_the_runs_in_it(tmp_path) -> None:
+    for name in "abcd":
+        (tmp_path / "trained" / name).mkdir(parents=True)
+        write_json(tmp_path / "trained" / name / "recipe.json", {})
+    named = ", ".join(str(tmp_path / "trained" / name) for name in "abc")
+    with pytest.raises(CheckpointError, match=f"wanted the folder of a run, such as {named} and 1 more$"):
+        read_run(tmp_path)
+    with pytest.raises(CheckpointError, match=f"wanted the folder of a run, such as {named} and 1 more$"):
+        read_run(tmp_path / "trained")
