@@ -19,6 +19,7 @@ def translations() -> dict[Any, Any]:
 
     from compresskit.export.ops.blocks import block_translations
     from compresskit.export.ops.elementary import elementary_translations
+    from compresskit.export.ops.indices import index_translations
 
     def quantize(x, scale, zero_point):  # type: ignore[no-untyped-def]
         return op.QuantizeLinear(x, scale, zero_point)
@@ -48,6 +49,7 @@ def translations() -> dict[Any, Any]:
         **_recurrent_translations(),
         **block_translations(),
         **elementary_translations(),
+        **index_translations(),
     }
 
 

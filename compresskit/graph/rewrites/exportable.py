@@ -16,8 +16,9 @@ from compresskit.base.errors import ModelError
 from compresskit.graph.layers.embedding_bags import write_bags_
 from compresskit.graph.layers.recurrent_cells import write_cells_
 from compresskit.graph.normalize import Node, aten, insert_call, source_line
+from compresskit.graph.rewrites.complex_values import real_pair, write_complex_
 from compresskit.graph.rewrites.composed import write_composed_
-from compresskit.graph.rewrites.fourier import write_transforms_
+from compresskit.graph.rewrites.fourier import write_sizes_, write_transforms_
 from compresskit.graph.rewrites.pools import replace_adaptive_averages_, replace_adaptive_max_pools_, replace_divisors_
 
 
@@ -42,6 +43,8 @@ def make_exportable_(module: fx.GraphModule) -> None:
         replace_adaptive_averages_,
         _replace_attention_ranks_,
         write_composed_,
+        write_complex_,
+        write_sizes_,
         write_transforms_,
         write_bags_,
         write_cells_,
@@ -138,7 +141,7 @@ def _replace_angles_(module: fx.GraphModule) -> None:
     for node in list(module.graph.nodes):
         if node.target is aten.angle.default and _are_known(node) and node.args[0].meta["val"].is_complex():
             with module.graph.inserting_before(node):
-                parts = insert_call(node, aten.view_as_real.default, node.args[0])
+                parts = real_pair(node, node.args[0])
                 real, imaginary = (insert_call(node, aten.select.int, parts, -1, i) for i in (0, 1))
                 node.replace_all_uses_with(insert_call(node, aten.atan2.default, imaginary, real))
             module.graph.erase_node(node)
