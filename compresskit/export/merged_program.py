@@ -51,9 +51,7 @@ def merged_program(program: ExportedProgram, model: nn.Module, example: Inputs, 
     renamed = {there: here for here, there in reserved_names(model).items()}
     module = graph_of(program, type(model).__name__)
     names = {name for node in module.graph.nodes if (name := parameter_name(node)) is not None}
-    own = {*dict(model.named_parameters(remove_duplicate=False)), *dict(model.named_buffers(remove_duplicate=False))}
-    there = {rename_first(name, renamed): name for name in sorted(names)}
-    transfer_masks_(model, module, {here: name for here, name in there.items() if here in own})
+    transfer_masks_(model, module, {rename_first(name, renamed): name for name in sorted(names)})
     fold_batchnorm_(module)
     if not merge_layers_(module) and not idle:
         return program

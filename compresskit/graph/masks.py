@@ -201,14 +201,16 @@ def transfer_masks_(model: nn.Module, other: nn.Module, names: Mapping[str, str]
     Args:
         model: has the masks.
         other: gets them.
-        names: name of a tensor in `model` -> name of the same tensor in `other`.
+        names: name of a tensor in `model` -> name of the same tensor in `other`. Those that `model` has not, as constants that
+            its code makes, are left out.
     """
     masks = masks_of(model)
     if masks is None:
         return
     # A tied parameter has one mask, at one of its names.
     by_tensor = {id(get_tensor(model, name)): mask for name, mask in masks.masks.items()}
-    transferred = {there: by_tensor.get(id(get_tensor(model, here))) for here, there in names.items()}
+    by_name = {name: by_tensor.get(id(value)) for name, value in model.named_parameters(remove_duplicate=False)}
+    transferred = {there: by_name.get(here) for here, there in names.items()}
     attach_masks_(other, Masks({name: mask for name, mask in transferred.items() if mask is not None}))
 
 

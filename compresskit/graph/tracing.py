@@ -10,6 +10,8 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
+from torch.distributions import Distribution
+
 SIZES_LOG = "torch.fx.experimental.symbolic_shapes"  # torch's logger of the sizes of a traced model
 
 _tracing = threading.RLock()
@@ -23,10 +25,16 @@ def one_thread_traces() -> Iterator[None]:
 
     Tracing and exporting replace functions of torch and onnxscript, standard error and the filters of warnings for the whole
     process. Two threads that put them back in another order would leave a replaced one there for good. Torch's log of sizes tells
-    of its own internals; it is silent inside, and afterwards as it was.
+    of its own internals; it is silent inside, and afterwards as it was. So are the checks that distributions make of their
+    arguments: a trace has no values to check.
     """
     with _tracing, log_level(SIZES_LOG, logging.CRITICAL):
-        yield
+        checks = Distribution._validate_args
+        Distribution.set_default_validate_args(False)
+        try:
+            yield
+        finally:
+            Distribution.set_default_validate_args(checks)
 
 
 @contextmanager

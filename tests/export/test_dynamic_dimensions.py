@@ -146,3 +146,29 @@ def test_a_length_varies_where_forward_takes_a_batch_by_name(tmp_path) -> None:
     quantized = quantize_static(model, [{"x": x}], dynamic=(0, 1))
     path = ck.export_onnx(quantized, tmp_path / "f.onnx", {"x": x})
     assert ck.verify_onnx(path, quantized, [{"x": x}, other]).passed
+
+
+class Windows(nn.Module):
+    """Pads its steps to whole windows of 4, whose number it finds by the usual division that rounds up, and averages each."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        count = -(-x.shape[1] // 4)
+        padded = nn.functional.pad(self.layer(x), (0, 0, 0, count * 4 - x.shape[1]))
+        return padded.unflatten(1, (count, 4)).mean(2) * ((x.shape[1] - 20) // 3)
+
+
+@pytest.mark.parametrize("kind", ["float", "static"])
+def test_sizes_are_divided_towards_minus_infinity(kind, tmp_path) -> None:
+    torch.manual_seed(0)
+    model, example = Windows().eval(), torch.randn(4, 12, 6)
+    written = quantize_static(model, [example], dynamic=(0, 1)) if kind == "static" else model
+    run = session(ck.export_onnx(written, tmp_path / "f.onnx", example, dynamic=(0, 1)))
+    for length in (5, 12, 13, 15, 23, 24):
+        x = torch.randn(2, length, 6)
+        (got,) = run.run(None, numpy_inputs(run, (x,)))
+        with torch.no_grad():
+            torch.testing.assert_close(torch.from_numpy(got), written(x))

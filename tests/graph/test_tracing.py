@@ -120,3 +120,22 @@ def test_a_child_of_a_process_that_traces_does_not_wait_for_it() -> None:
     done.set()
     thread.join()
     assert os.waitstatus_to_exitcode(status) == 0
+
+
+class Gaussian(nn.Module):
+    """A head that makes a distribution, which checks its arguments: their values, which a trace has not."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean, self.spread = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x):
+        found = torch.distributions.Normal(self.mean(x), nn.functional.softplus(self.spread(x)) + 1e-4)
+        return found.mean, found.stddev, torch.distributions.Categorical(logits=self.mean(x)).probs
+
+
+def test_distributions_are_traced_and_check_their_arguments_afterwards(tmp_path) -> None:
+    model, x = Gaussian().eval(), torch.randn(5, 4)
+    assert ck.verify_onnx(ck.export_onnx(model, tmp_path / "f.onnx", x), model, [x]).passed
+    with pytest.raises(ValueError, match="Expected parameter scale"):
+        torch.distributions.Normal(0.0, -1.0)

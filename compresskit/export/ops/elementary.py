@@ -1,8 +1,9 @@
-"""Elementary functions whose translations of torch's exporter overflow, underflow or take another branch than torch does."""
+"""Elementary functions whose translations of torch's exporter overflow, underflow, or take another branch than torch does."""
 
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import torch
@@ -32,8 +33,12 @@ def elementary_translations() -> dict[Any, Any]:
         upright = op.Where(op.Equal(y, zero), zero, op.Where(op.Greater(y, zero), half, op.Neg(half)))
         return op.Where(op.Greater(x, zero), op.Atan(y / x), op.Where(op.Less(x, zero), turned, upright))
 
+    def floordiv(a, b):  # type: ignore[no-untyped-def]
+        return (a - op.Mod(a, b)) / b  # ONNX's division of integers cuts towards zero: -(-n // k) would be n // k
+
     aten = torch.ops.aten
     return {
+        operator.floordiv: floordiv,
         aten.log_sigmoid.default: log_sigmoid,
         aten.logaddexp.default: logaddexp,
         aten.logaddexp2.default: logaddexp2,

@@ -272,3 +272,30 @@ def test_two_processes_agree(tmp_path) -> None:
     assert broken == {}
     assert all(torch.equal(masks[n], others[n]) for n in masks)
     assert all(torch.equal(v, b[n]) for n, v in a.items() if "running" not in n and "tracked" not in n)
+
+
+class Halved(nn.Module):
+    """Makes a constant in its code, which a captured graph has among its tensors and the model has not."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.layer(x) * torch.tensor([0.5]).sqrt()
+
+
+@pytest.mark.parametrize("how", ["static", "dynamic", "weights", "qat"])
+def test_masks_of_a_model_that_makes_constants_are_kept(how) -> None:
+    torch.manual_seed(0)
+    model, x = Halved().eval(), torch.randn(16, 8)
+    plan_mask(model, ck.remove(weights=0.5)).apply_(model)
+    quantize = {
+        "static": lambda: ck.quant.quantize_static(model, [x]),
+        "dynamic": lambda: ck.quant.quantize_dynamic(model, x),
+        "weights": lambda: ck.quant.quantize_weights(model, x, scheme=ck.quant.BlockScheme(bits=4, block_size=None)),
+        "qat": lambda: ck.quant.prepare_qat(model, [x]),
+    }[how]
+    masks = masks_of(quantize())
+    assert masks is not None
+    assert masks.removed == 32
