@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -11,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
@@ -25,9 +27,10 @@ from compresskit.export.exporter_tables import quick_exporter
 from compresskit.export.files import KEY, write_model
 from compresskit.export.merged_program import merged_program
 from compresskit.export.ops.translations import translations
-from compresskit.export.rewrite.dtypes import check_kernels, least_precise_dtype, store_bf16_, widen_to_fp32
+from compresskit.export.rewrite.dtypes import check_kernels, least_precise_dtype, store_bf16_, transpose_in_fp32_, widen_to_fp32
 from compresskit.export.rows_without_keys import keep_rows_without_keys_
 from compresskit.graph.capture import Dynamic, check_runs, inputs_inside, trace, warn_of_state
+from compresskit.graph.normalize import source_line
 from compresskit.graph.quantized import is_quantized, quantized_parts
 from compresskit.graph.rewrites.exportable import drop_constant_outputs_, refuse_weights_of_samples
 from compresskit.graph.surgery import call_unmoved, check_is_module, copy_model, mode, state_kept, unset_buffers_kept
@@ -186,6 +189,7 @@ def _optimized_file(file: Any, model: nn.Module, dynamic: Dynamic, metadata: Map
     optimize_(file, [*rewrites, expand_attention_masks, expand_rotary_caches, write_transposed_ends])
     pack_nibbles(file)
     decode_on_loading(file)
+    transpose_in_fp32_(file)
     _name_dimensions(file, dynamic)
     check_kernels(file, model)
     if least_precise_dtype(model) is torch.bfloat16:
@@ -281,11 +285,30 @@ def deployed(model: nn.Module) -> nn.Module:
     return model
 
 
+#: Operators that the exporter has no form of -> what to write in their place.
+_REMEDIES = {
+    "searchsorted": "write torch.searchsorted without sorter=",
+    "cummax": "write torch.cummax over few positions as a loop of torch.maximum",
+    "cummin": "write torch.cummin over few positions as a loop of torch.minimum",
+    "nanmedian": "write torch.median, of values without NaN",
+    "linalg_inv_ex": "write the inverse of 2 x 2 or 3 x 3 matrices by its formula",
+}
+
+
 def _cause(error: BaseException) -> str:
-    """The innermost cause's first line: the exporter wraps what went wrong in several layers of advice."""
+    """The innermost cause's first line, as the exporter wraps what went wrong in several layers of advice, with the line of the
+    user's code.
+    """
     while error.__cause__ is not None:
         error = error.__cause__
-    return named_first_line(error)
+    nodes = [frame.f_locals.get("node") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    written = [node for node in nodes if isinstance(node, fx.Node)]  # the exporter's loop names that which it writes so
+    line = source_line(written[-1]) if written else ""
+    if not (missing := re.match(r"No ONNX function found for (.+?)\. Failure", str(error))):
+        return (str(error) if isinstance(error, ExportError) else named_first_line(error)) + line
+    name = re.sub(r"<OpOverload\(op='([\w.]+)', .*>", r"\1", missing[1])
+    remedy = _REMEDIES.get(name.split(".")[-1], "write it with other operators")
+    return f"it has no form of {name}{line}: {remedy}, or leave it out of the file"
 
 
 def _name_dimensions(file: Any, dynamic: Dynamic) -> None:

@@ -62,6 +62,28 @@ def test_bad_settings_and_paths_are_refused(tmp_path) -> None:
     assert list(tmp_path.iterdir()) == []  # nothing half-written
 
 
+def test_an_operator_without_a_translation_is_named_with_its_line_and_what_to_write(tmp_path) -> None:
+    class Untranslatable(nn.Module):
+        def __init__(self, code) -> None:
+            super().__init__()
+            self.code = code
+
+        def forward(self, x):
+            return self.code(x * 2)
+
+    def search(y):
+        return torch.searchsorted(y[0, 0], y, sorter=y[0, 0].argsort())
+
+    for code, name, remedy in (
+        (lambda y: y.cummax(1).values, "cummax", "write torch.cummax over few positions as a loop of torch.maximum"),
+        (lambda y: y.round().mode(1).values, "mode", "write it with other operators"),
+        (search, "searchsorted", "write torch.searchsorted without sorter="),
+    ):
+        wanted = rf"it has no form of aten\.{name} \(at .*test_onnx\.py:\d+: .*\): {remedy}, or leave it out of the file"
+        with pytest.raises(ExportError, match=wanted):
+            ck.export_onnx(Untranslatable(code), tmp_path / "f.onnx", (torch.randn(2, 3, 3),))
+
+
 def test_an_old_file_survives_a_failed_export(tmp_path) -> None:
     path = ck.export_onnx(build(networks.Chain), tmp_path / "f.onnx", image(2))
     before = path.read_bytes()

@@ -33,6 +33,11 @@ def elementary_translations() -> dict[Any, Any]:
         upright = op.Where(op.Equal(y, zero), zero, op.Where(op.Greater(y, zero), half, op.Neg(half)))
         return op.Where(op.Greater(x, zero), op.Atan(y / x), op.Where(op.Less(x, zero), turned, upright))
 
+    def hypot(a, b):  # type: ignore[no-untyped-def]
+        small, large = op.Min(op.Abs(a), op.Abs(b)), op.Max(op.Abs(a), op.Abs(b))
+        ratio = op.Where(op.Equal(small, large), number(1.0, a), small / large)  # of zeros, and of infinities, it is none
+        return large * op.Sqrt(ratio * ratio + number(1.0, a))  # squares of the values themselves overflow
+
     def floordiv(a, b):  # type: ignore[no-untyped-def]
         return (a - op.Mod(a, b)) / b  # ONNX's division of integers cuts towards zero: -(-n // k) would be n // k
 
@@ -43,4 +48,5 @@ def elementary_translations() -> dict[Any, Any]:
         aten.logaddexp.default: logaddexp,
         aten.logaddexp2.default: logaddexp2,
         aten.atan2.default: atan2,
+        aten.hypot.default: hypot,
     }

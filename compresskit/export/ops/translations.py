@@ -20,6 +20,7 @@ def translations() -> dict[Any, Any]:
     from compresskit.export.ops.blocks import block_translations
     from compresskit.export.ops.elementary import elementary_translations
     from compresskit.export.ops.indices import index_translations
+    from compresskit.export.ops.sizes import size_translations
 
     def quantize(x, scale, zero_point):  # type: ignore[no-untyped-def]
         return op.QuantizeLinear(x, scale, zero_point)
@@ -50,6 +51,7 @@ def translations() -> dict[Any, Any]:
         **block_translations(),
         **elementary_translations(),
         **index_translations(),
+        **size_translations(),
     }
 
 

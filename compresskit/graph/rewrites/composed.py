@@ -1,4 +1,6 @@
-"""Operators that torch's ONNX exporter has no translation for, written as others: rrelu, cdist, cumprod, median, kthvalue."""
+"""Operators that torch's ONNX exporter has no translation for, written as others: rrelu, cdist, cumprod, median, kthvalue,
+isin, searchsorted.
+"""
 
 from __future__ import annotations
 
@@ -125,6 +127,29 @@ def _halved(node: Node, x: Node, dim: int) -> Node:
     return insert_call(node, operator.floordiv, insert_call(node, operator.add, size, 1), 2)
 
 
+def _membership(node: Node) -> Node:
+    """Whether each value is one of others: compared with each of them."""
+    x, others = insert_call(node, aten.unsqueeze.default, node.args[0], -1), node.args[1]
+    others = insert_call(node, aten.reshape.default, others, [-1])
+    found = insert_call(node, aten.any.dim, insert_call(node, aten.eq.Tensor, x, others), -1)
+    inverted = node.kwargs.get("invert", False) or (*node.args, False, False)[3]
+    return insert_call(node, aten.logical_not.default, found) if inverted else found
+
+
+def _places_in_order(node: Node) -> Node | None:
+    """How many of the sorted numbers (N,) or (..., N) are less than each value, or not more with right=True."""
+    numbers, values = node.args[:2]
+    given = dict(zip(("out_int32", "right"), node.args[2:], strict=False)) | dict(node.kwargs)
+    if given.get("sorter") is not None or not values.meta["val"].ndim:
+        return None
+    rank = numbers.meta["val"].ndim
+    table = insert_call(node, aten.unsqueeze.default, numbers, -2) if rank > 1 else numbers
+    compare = aten.le.Tensor if given.get("right") or given.get("side") == "right" else aten.lt.Tensor
+    before = insert_call(node, compare, table, insert_call(node, aten.unsqueeze.default, values, -1))
+    count = insert_call(node, aten.sum.dim_IntList, insert_call(node, aten.to.dtype, before, torch.int64), [-1])
+    return insert_call(node, aten.to.dtype, count, torch.int32) if given.get("out_int32") else count
+
+
 _WRITTEN: dict[Any, Callable[[Node], Node | tuple[Node, Node] | None]] = {
     aten.rrelu.default: _leaky_relu,
     aten.rrelu_.default: _leaky_relu,
@@ -133,4 +158,6 @@ _WRITTEN: dict[Any, Callable[[Node], Node | tuple[Node, Node] | None]] = {
     aten.median.default: _median_of_all,
     aten.median.dim: _median,
     aten.kthvalue.default: _kth_value,
+    aten.isin.Tensor_Tensor: _membership,
+    aten.searchsorted.Tensor: _places_in_order,
 }

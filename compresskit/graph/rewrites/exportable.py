@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-import sys
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from compresskit.graph.normalize import Node, aten, insert_call, source_line
 from compresskit.graph.rewrites.complex_values import real_pair, write_complex_
 from compresskit.graph.rewrites.composed import write_composed_
 from compresskit.graph.rewrites.fourier import write_sizes_, write_transforms_
+from compresskit.graph.rewrites.parts import write_parts_
 from compresskit.graph.rewrites.pools import replace_adaptive_averages_, replace_adaptive_max_pools_, replace_divisors_
 
 
@@ -31,7 +30,7 @@ def make_exportable_(module: fx.GraphModule) -> None:
     """
     for replace_ in (
         _inline_blocks_,
-        _replace_chunks_,
+        write_parts_,
         replace_divisors_,
         _replace_bounds_,
         _replace_reversed_differences_,
@@ -68,40 +67,6 @@ def drop_constant_outputs_(program: ExportedProgram) -> list[str]:
             if isinstance(spec.arg, ConstantArgument):
                 spec.arg = ConstantArgument(name=spec.arg.name, value=None)
     return [f"{pytree.keystr(path)} is {value!r}" for path, value in constants]
-
-
-def _replace_chunks_(module: fx.GraphModule) -> None:
-    """Replace `chunk` along a dynamic dimension by slices: ONNX's exporter would write a sequence, on which it fails."""
-    for node in list(module.graph.nodes):
-        if node.target is aten.chunk.default:
-            _replace_by_slices(module.graph, node)
-
-
-def _replace_by_slices(graph: fx.Graph, node: Node) -> None:
-    x, count, dim = (*node.args, 0)[:3]
-    size = x.meta["val"].shape[dim] if "val" in x.meta else 0  # a parameter, whose sizes are known
-    readers = list(node.users)
-    if isinstance(size, int) or any(user.target is not operator.getitem for user in readers):
-        return
-    last = len(node.meta["val"]) - 1
-
-    def number(target: Any, args: tuple[Any, ...], value: Any) -> Node:
-        made = graph.call_function(target, args)
-        made.meta["val"] = value
-        return made
-
-    with graph.inserting_before(node):
-        whole = number(aten.sym_size.int, (x, dim), size)
-        rounded = number(operator.add, (whole, count - 1), size + count - 1)
-        each = number(operator.floordiv, (rounded, count), (size + count - 1) // count)
-        bounds = [0, *(number(operator.mul, (each, i), each.meta["val"] * i) for i in range(1, last + 1)), sys.maxsize]
-        for user in readers:
-            i = user.args[1]
-            part = graph.call_function(aten.slice.Tensor, (x, dim, bounds[i], bounds[i + 1]))
-            part.meta = dict(user.meta)
-            user.replace_all_uses_with(part)
-            graph.erase_node(user)
-    graph.erase_node(node)
 
 
 _CLAMPS = frozenset({aten.clamp.default, aten.clamp_.default, aten.clip.default, aten.clip_.default})

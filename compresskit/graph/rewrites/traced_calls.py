@@ -13,16 +13,31 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class PlainCalls(TorchFunctionMode):
-    """Trace `torch.take_along_dim` as `gather`, and `F.affine_grid` of sizes that vary as a product: torch's operators make
-    constants of sizes.
+    """Trace `torch.take_along_dim` as `gather`, `F.affine_grid` of sizes that vary as a product, and `torch.tensor_split` into
+    equal parts of one as slices: torch's operators make constants of sizes, `tensor_split` only when the graph is decomposed.
 
     Numbers that are read from `torch.arange` of numbers, as by `torch.arange(1, x.ndim).tolist()`, are numbers: torch's trace
-    takes them for values of a tensor, which depend on inputs.
+    takes them for values of a tensor, which depend on inputs. `divmod` takes sizes that vary, too.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._numbers: Any = WeakTensorKeyDictionary()  # tensor -> how often it was written, its values
+        self._added: dict[str, Any] = {}  # methods of sizes that vary, while this is entered
+
+    def __enter__(self) -> PlainCalls:
+        if "__divmod__" not in vars(torch.SymInt):  # which has both of what it gives
+            self._added = {"__divmod__": lambda a, b: (a // b, a % b), "__rdivmod__": lambda b, a: (a // b, a % b)}
+        for name, function in self._added.items():
+            setattr(torch.SymInt, name, function)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for name in self._added:
+            delattr(torch.SymInt, name)
+        self._added = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -30,6 +45,8 @@ class PlainCalls(TorchFunctionMode):
             return _gathered(*args, **kwargs)
         if (func is F.affine_grid or func is torch.affine_grid_generator) and _varies(*args, **kwargs):
             return _grid(*args, **kwargs)
+        if func is torch.tensor_split or func is Tensor.tensor_split:
+            return _split_equally(*args, **kwargs) or func(*args, **kwargs)
         if func not in (torch.arange, Tensor.unbind, Tensor.item) or torch.compiler.is_dynamo_compiling():
             return func(*args, **kwargs)
         return self._with_numbers(func, args, kwargs)
@@ -65,6 +82,18 @@ def _grid(theta: Tensor, size: Sequence[int], align_corners: bool | None = None)
         columns.append(line.view([-1 if other == axis else 1 for other in range(len(sizes))]).expand(sizes))
     base = torch.stack([*columns, torch.ones_like(columns[0])], -1)
     return (base.flatten(0, -2) @ theta.transpose(1, 2)).unflatten(1, sizes)
+
+
+def _split_equally(input: Tensor, sections: Any = None, dim: int = 0, **_: Any) -> tuple[Tensor, ...] | None:
+    """`torch.tensor_split` into a number of parts of a dimension that varies, the first of which have one row more; else None."""
+    if type(sections) is not int or (type(input.shape[dim]) is int and not torch.compiler.is_dynamo_compiling()):
+        return None
+    parts, start = [], 0
+    for i in range(sections):
+        rows = (input.shape[dim] + sections - 1 - i) // sections
+        parts.append(input.narrow(dim, start, rows))
+        start = start + rows
+    return tuple(parts)
 
 
 def _gathered(input: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import operator
 import re
 import warnings
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from compresskit.base.task import Inputs, call, copied_tensors, shapes_of
 from compresskit.graph.differences import without_fills
+from compresskit.graph.interpreter import run_graph
 from compresskit.graph.surgery import state_kept
 from compresskit.graph.tracing import first_time
 from compresskit.graph.varying.condition_syntax import holds, in_words
@@ -146,11 +148,11 @@ class OtherSizes:
 
     @functools.cached_property
     def _unchecked(self) -> fx.GraphModule:
-        """The graph without assertions, which are not in a file either."""
+        """The graph without assertions and parts that nothing reads, which are not in a file either."""
         module = fx.GraphModule(self.program.graph_module, copy.deepcopy(self.program.graph))
-        for node in [node for node in module.graph.nodes if node.target in _ASSERTIONS]:
-            module.graph.erase_node(node)
-        module.recompile()
+        for node in list(module.graph.nodes):
+            if node.target in _ASSERTIONS or (node.target is operator.getitem and not node.users):
+                module.graph.erase_node(node)
         return module
 
     @functools.cached_property
@@ -193,7 +195,7 @@ def _run_program(program: torch.export.ExportedProgram, module: fx.GraphModule, 
             assert spec.target is not None
             stored = program.state_dict.get(spec.target, program.constants.get(spec.target))
             given.append(copied_tensors(stored) if spec.kind is InputKind.BUFFER else stored)
-    outputs = module(*given)
+    outputs = run_graph(module, given)  # called, the module would print the traceback of an error that is expected
     kinds = [spec.kind for spec in program.graph_signature.output_specs]
     return [
         value for kind, value in zip(kinds, outputs, strict=True) if kind is OutputKind.USER_OUTPUT and isinstance(value, Tensor)

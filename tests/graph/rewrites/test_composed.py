@@ -40,11 +40,16 @@ class Composed(nn.Module):
         lambda y, x: y.median() + y[0, 0].median(),
         lambda y, x: y.kthvalue(2, 1),
         lambda y, x: y.kthvalue(6, keepdim=True)[0],
+        lambda y, x: torch.isin(y.argmax(-1), torch.tensor([[1, 3]])),
+        lambda y, x: torch.isin(y.argmax(-1), x.argmin(-1), invert=True),
+        lambda y, x: torch.searchsorted(torch.linspace(-2, 2, 9).round(), y.round()),
+        lambda y, x: torch.searchsorted(y.sort(1).values.mT.contiguous(), x.mT.contiguous(), right=True, out_int32=True),
+        lambda y, x: torch.searchsorted(x.round().sort(-1).values, x.round().flip(-1), side="right"),
     ],
     ids=[
         "rrelu", "rrelu in place", "cdist", "cdist 1", "cdist of a broadcast", "cdist by products", "cdist of other lengths",
         "cumprod", "cumprod of a fixed size", "cumprod of zeros", "median", "median of a fixed size", "median of all", "kthvalue",
-        "largest",
+        "largest", "isin", "isin inverted", "searchsorted", "searchsorted of rows", "searchsorted right",
     ],
 )  # fmt: skip
 def test_operators_without_a_translation(code, tmp_path: Path) -> None:

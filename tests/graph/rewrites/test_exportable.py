@@ -321,10 +321,12 @@ FAR = torch.tensor([0.0, 1.0, -1.0, 30.0, -30.0, 100.0, -200.0, 1e-6, -7.25, 1e4
         torch.logaddexp,
         torch.logaddexp2,
         torch.atan2,
+        lambda a, b: torch.hypot(a * 1e30, b * 1e30),
+        lambda a, b: torch.hypot(a.masked_fill(a > 90, torch.inf), b.masked_fill(b > 90, torch.inf)),
         lambda a, b: torch.view_as_complex(torch.stack([a, b], -1)).angle(),
         lambda a, b: torch.logaddexp(a.masked_fill(a < 0, -torch.inf), b.masked_fill(b < 0, -torch.inf)),
     ],
-    ids=["logsigmoid", "logaddexp", "logaddexp2", "atan2", "angle", "logaddexp of infinity"],
+    ids=["logsigmoid", "logaddexp", "logaddexp2", "atan2", "hypot", "hypot of infinity", "angle", "logaddexp of infinity"],
 )
 def test_functions_are_right_at_far_values(function, tmp_path: Path) -> None:
     class Function(nn.Module):

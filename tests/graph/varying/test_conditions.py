@@ -190,6 +190,18 @@ def test_assertions_that_a_file_does_not_have_are_not_warned_of(tmp_path) -> Non
     assert ck.verify_onnx(path, model, [(ids,), (ids[:1],)]).passed
 
 
+def test_a_graph_that_fails_at_other_sizes_prints_nothing(capfd) -> None:
+    with pytest.warns(UserWarning, match=r"right only where \(\(3 \+ x\.size\(1\)\) // 4\) == 2"):
+        capture(kind(Net(lambda y, x: sum(part.sum(1) for part in y.split(4, 1)))).eval(), TOKENS, dynamic=(0, 1))
+    assert capfd.readouterr().err == ""
+
+
+def test_parts_that_nothing_reads_are_no_condition() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        capture(kind(Net(lambda y, x: y.split(4, 1)[0])).eval(), TOKENS, dynamic=(0, 1))
+
+
 class Anchors(nn.Module):
     """Makes a table for the sizes of the last call, as heads of detectors do, and remembers them."""
 
