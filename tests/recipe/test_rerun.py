@@ -76,7 +76,8 @@ def test_soft_targets_of_a_regression_are_refused_before_anything_runs(tmp_path)
     batches = [(torch.randn(16, 8), torch.randn(16, 1))] * 2
     task = ck.Task(train=batches, val=batches, loss=F.mse_loss, metric=lambda p, y: -F.mse_loss(p, y).item())
     stages = ck.Train(epochs=1), ck.Distill(student=lambda: nn.Linear(8, 1), epochs=1)
-    with pytest.raises(ModelError, match=r"Distill\(\): Linear gives one channel, .*; pass Distill\(loss=...\)"):
+    remedy = r"pass Distill\(loss=compresskit.distill.losses.match_predictions\)"
+    with pytest.raises(ModelError, match=rf"Distill\(\): Linear gives one channel, .*; {remedy}"):
         ck.Recipe(*stages).run(nn.Linear(8, 1), task, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

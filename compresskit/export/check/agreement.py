@@ -5,8 +5,8 @@ one, as the features of a sequence. The whole would hide the scores of a detecto
 hundred pixels. Numbers that code fills in, such as -1e9 for classes that are masked, count as infinite: they would hide all else.
 
 The *unrounded model* is a quantized one whose activations pass in float; its weights are rounded, as in every right execution.
-What rounding the activations changes is the *quantization error*. Within it two right executions may differ, where a step that
-flips early moves all later values.
+Of a model in half precision it is the copy that computes in fp32. What rounding the activations changes is the *quantization
+error*. Within it two right executions may differ, where a step that flips early moves all later values.
 """
 
 from __future__ import annotations
@@ -28,8 +28,13 @@ WEIGHT_ONLY_WITHIN = 0.9  # fraction within two steps where only weights are rou
 WEIGHT_ONLY_NOISE = 0.05  # or the error as a fraction of what the outputs vary by
 QUANTIZED_STEPS = 16  # largest error: a single wrong output among many is an error, not a rounding
 FINER = 16  # steps of a part are at most so many times smaller than those of the whole, whose larger values round its own
+BESIDE_LARGE = 16  # but by no more, in fp32, than so many times the error of the large parts, or one rounding of the whole range
 FEWEST = 32  # values of a part whose distances mean something
-TIMES_AS_FAR = 4  # as the simulation, from the unrounded model
+FEWEST_JUDGED = 4  # values of a part; below FEWEST the limit grows as chance does, with the root of what is missing
+TIMES_AS_FAR = 4  # as the model, from the unrounded model
+#: Distances from the unrounded model that are none. Of integers: a step of the part's range, or less where nearly all of its
+#: values are near one another. Of half precision: a fraction of a step, and one rounding of the largest value in fp16.
+OF_SPREAD, HALF_STEP, HALF_ROUNDING = 0.02, 0.05, 2.0**-11
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,8 +180,17 @@ def _error_norm(a: list[np.ndarray], b: list[np.ndarray]) -> float:
 
 
 def steps_allowed(dtype: torch.dtype) -> float:
-    """Largest error of a float file, in steps: 0.1 for fp32; for half precision eight roundings (2 in fp16, 16 in bf16)."""
+    """Largest error of a float file, in steps: 0.1 for fp32; for half precision eight roundings (2 in fp16, 16 in bf16).
+
+    Those are of a value as large as the range is; see `sizes_in_ranges`.
+    """
     return FLOAT_STEPS if dtype in (torch.float32, torch.float64) else 8 * 255 * torch.finfo(dtype).eps
+
+
+def sizes_in_ranges(reference: Sequence[np.ndarray]) -> float:
+    """How many times larger the largest value is than the range, at least 1: half precision rounds a value by its size."""
+    parts = [v.reshape(1, -1).astype(np.float64) for v in (fills_as_infinity(v)[0] for v in reference) if v.size]
+    return max((float(_sizes_of(v)[0] / _ranges_of(v)[0]) for v in parts if _ranges_of(v)[0]), default=1.0)
 
 
 def float_part_that_differs(reference: Sequence[np.ndarray], outputs: Sequence[np.ndarray], allowed: float) -> str:
@@ -184,7 +198,8 @@ def float_part_that_differs(reference: Sequence[np.ndarray], outputs: Sequence[n
 
     Args:
         reference, outputs: arrays of the output, one for each of its shapes.
-        allowed: the largest error, in steps of 1/255 of the part's own range.
+        allowed: the largest error, in steps of 1/255 of the part's own range; in half precision, of its largest value, if that is
+            more: that precision rounds each value by its size.
     """
     for wanted, got in zip(reference, outputs, strict=True):
         wanted, got = fills_as_infinity(wanted, got)
@@ -192,32 +207,56 @@ def float_part_that_differs(reference: Sequence[np.ndarray], outputs: Sequence[n
         for dim, (a, b) in _parts_of(wanted, got):
             with np.errstate(invalid="ignore"):  # inf - inf
                 errors = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0, np.abs(a - b))
-            steps = np.nan_to_num(errors, nan=np.inf).max(1) / np.maximum(_ranges_of(a), whole / FINER or 1.0) * 255
+            largest, own = np.nan_to_num(errors, nan=np.inf).max(1), _ranges_of(a)
+            size = _sizes_of(a)
+            least = whole / FINER or 1.0
+            if allowed > FLOAT_STEPS:
+                own = size
+            elif whole:
+                rounded = max(largest[size >= least].max(initial=0), whole * np.finfo(np.float32).eps)
+                least = min(least, BESIDE_LARGE * rounded * 255 / allowed)
+            steps = largest / np.maximum(own, least) * 255
             if steps.max() > allowed:
                 at = int(steps.argmax())
                 return f"entry {at} of dimension {dim}: the largest error is {steps[at]:.3g} steps of its own range"
     return ""
 
 
-def quantized_part_that_differs(
-    reference: Sequence[np.ndarray], outputs: Sequence[np.ndarray], exact: Sequence[np.ndarray]
+def part_beyond_rounding(
+    reference: Sequence[np.ndarray], outputs: Sequence[np.ndarray], exact: Sequence[np.ndarray], *, integers: bool
 ) -> str:
-    """Say which part of an output of a quantized file is far from the unrounded model where the simulation is near; "" where none
-    is.
+    """Say which part of an output, or whether the whole, is far from the unrounded model where the model itself is near; "" where
+    none is.
 
-    reference, outputs, exact: arrays of the output, one for each of its shapes: of the simulation, the file, and the
-    unrounded model.
+    Args:
+        reference, outputs, exact: arrays of the output, one for each of its shapes: of the model, the file, the unrounded model.
+        integers: whether the model rounds to integers, and not to half precision.
     """
     for arrays in zip(reference, outputs, exact, strict=True):
-        for dim, (wanted, got, right) in _parts_of(*fills_as_infinity(*arrays)):
-            if wanted.shape[1] < FEWEST:
+        filled = fills_as_infinity(*arrays)
+        whole = (None, [v.reshape(1, -1).astype(np.float64) for v in filled])
+        for dim, (wanted, got, right) in (whole, *_parts_of(*filled)):
+            count = wanted.shape[1]
+            if count < FEWEST_JUDGED:
                 continue
-            least = np.maximum(_distances(wanted, right), _ranges_of(right) / 255)
+            least = np.maximum(_distances(wanted, right), _least_distances(right, integers=integers))
             times = np.minimum(_distances(got, right), _distances(got, wanted)) / np.where(least, least, np.inf)
-            if times.max() > TIMES_AS_FAR:
+            if times.max() > TIMES_AS_FAR * max(1, np.sqrt(FEWEST / count)):
                 at = int(times.argmax())
-                return f"entry {at} of dimension {dim} is {times[at]:.3g} times as far from the unrounded model as the simulation"
+                part = "it" if dim is None else f"entry {at} of dimension {dim}"
+                return f"{part} is {times[at]:.3g} times as far from the unrounded model as the model itself"
     return ""
+
+
+def _least_distances(right: np.ndarray, *, integers: bool) -> np.ndarray:
+    """The distance of each part from the unrounded model that is none; see HALF_ROUNDING."""
+    step = _ranges_of(right) / 255
+    if not integers:
+        return np.maximum(step * HALF_STEP, _sizes_of(right) * HALF_ROUNDING)
+    if right.shape[1] < FEWEST:  # few values have a smaller range than all
+        return _sizes_of(right) / 255
+    centered = right - np.where(np.isfinite(right), right, 0).mean(1, keepdims=True)
+    return np.minimum(step, _distances(centered, np.zeros_like(centered)) * OF_SPREAD)
 
 
 def _parts_of(*arrays: np.ndarray) -> Iterator[tuple[int, list[np.ndarray]]]:
@@ -234,6 +273,11 @@ def _ranges_of(parts: np.ndarray) -> np.ndarray:
     finite = np.isfinite(parts)
     high, low = np.where(finite, parts, -np.inf).max(1), np.where(finite, parts, np.inf).min(1)
     return np.where(finite.any(1), high - low, 0.0)
+
+
+def _sizes_of(parts: np.ndarray) -> np.ndarray:
+    """Largest finite value of each part, or its range, where that is larger."""
+    return np.maximum(_ranges_of(parts), np.where(np.isfinite(parts), np.abs(parts), 0).max(1))
 
 
 def _distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:

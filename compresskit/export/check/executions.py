@@ -24,12 +24,17 @@ from compresskit.export.check.agreement import (
     compare,
     fills_as_infinity,
     float_part_that_differs,
-    quantized_part_that_differs,
+    part_beyond_rounding,
+    sizes_in_ranges,
     usable_reference,
 )
 
 HELD = 50_000_000  # output values
 UNROUNDED_SAMPLES = 1000  # that show the quantization error: a ratio of norms of all their outputs
+ROUNDED_INPUTS = (  # of a file that is exact as it is written
+    "; the kernels that ONNX Runtime takes for such weights may round their inputs, where ones that do not are stored as"
+    " storage=ck.quant.weight_only.MATMUL_NBITS"
+)
 Arrays = list[list[np.ndarray]]  # of each output, one for each of its shapes
 
 
@@ -40,7 +45,7 @@ class Execution:
     Attributes:
         name: of the execution.
         wanted, got: outputs of the model and of the file.
-        few: outputs of the first batches: of the model, of the file, and of the model without rounding; None for a float model.
+        few: outputs of the first batches: of the model, of the file, and of the model without rounding; None for a model in fp32.
     """
 
     name: str
@@ -65,26 +70,29 @@ class Execution:
             noises.append(float(np.sqrt(error.sum() / max(spread.sum(), 1e-300))))
         return max(noises, default=0.0)
 
-    def reason_to_reject(self, *, integers: bool, most: float, within: float) -> str:
+    def reason_to_reject(self, *, integers: bool, most: float, within: float, made: bool = False) -> str:
         """Why the file fails, or "".
 
         Args:
             integers: whether it computes in integers.
             most: the largest error, in steps.
             within: fraction of the values within two steps, of a file in integers.
+            made: whether rows were made of the data. Of them, integers are judged beside the unrounded model alone.
         """
         if self.whole.not_finite == 1:
             return f"{self.name}: no output value is finite, so nothing was compared"
         for i, (wanted, got) in enumerate(zip(self.wanted, self.got, strict=True)):
             few = None if self.few is None else (self.few[0][i], self.few[1][i], self.few[2][i])
-            if not any(v.size for v in wanted):
+            rounds = few is not None and usable_reference(few[0], few[2]) is not None
+            if not any(v.size for v in wanted) or (made and integers and not rounds):
                 continue
             level = self.whole if len(self.wanted) == 1 else _agreement(wanted, got, few, heads=0 if i else len(wanted))
-            reason = _reason_of_integers(level, most, within) if integers else _reason_of_floats(level, most)
-            if not reason and not integers and most <= FLOAT_STEPS:
+            allowed = most * sizes_in_ranges(wanted) if most > FLOAT_STEPS and not integers else most
+            reason = _reason_of_integers(level, most, within) if integers else _reason_of_floats(level, allowed)
+            if not reason and few and rounds:
+                reason = part_beyond_rounding(*few, integers=integers)
+            elif not reason and not integers:
                 reason = float_part_that_differs(wanted, got, most)
-            if not reason and integers and few and usable_reference(few[0], few[2]):
-                reason = quantized_part_that_differs(*few)
             if reason:
                 return f"{self.name}{f', output {i}' if len(self.wanted) > 1 else ''}: {reason}"
         return ""
@@ -131,6 +139,8 @@ class Comparison:
         quantized: whether the model, or a part of it, is quantized. weight_only: whether only weights are.
         most_of_floats, most_of_integers: the largest errors that may be, in steps.
         random: whether the model draws random numbers, so that its outputs without rounding are of others.
+        unrounded_fails: whether the model without rounding does not run.
+        made: whether rows were made of the data, for there were few.
         reason: why the file does not pass, by the pieces that were judged; empty where it does.
     """
 
@@ -139,6 +149,8 @@ class Comparison:
     most_of_floats: float
     most_of_integers: float
     random: bool = False
+    unrounded_fails: bool = False
+    made: bool = False
     reason: str = ""
     _levels: dict[str, list[tuple[Agreement, int]]] = field(default_factory=dict)  # of each execution: pieces, and their values
     _model: list[list[np.ndarray]] = field(default_factory=list)
@@ -149,7 +161,14 @@ class Comparison:
     @property
     def wants_unrounded(self) -> bool:
         """Whether the next batch is wanted of the model without rounding, too."""
-        return self.quantized and not self.weight_only and self._samples < UNROUNDED_SAMPLES
+        rounds = not self.weight_only if self.quantized else self.most_of_floats > FLOAT_STEPS
+        return rounds and not self.unrounded_fails and self._samples < UNROUNDED_SAMPLES
+
+    def with_made_rows(self) -> Comparison:
+        """Another one, of the outputs held now, to which those of rows made of the data are added."""
+        executed = {name: [*batches] for name, batches in self._executed.items()}
+        held = {"_model": [*self._model], "_executed": executed, "_unrounded": [*self._unrounded], "_levels": {}}
+        return replace(self, made=True, reason="", **held)  # type: ignore[arg-type]
 
     def add(
         self, model: list[np.ndarray], executed: dict[str, list[np.ndarray]], *, unrounded: list[np.ndarray] | None, samples: int
@@ -172,7 +191,7 @@ class Comparison:
 
     def _judge(self) -> None:
         count = sum(v.size for outputs in self._model for v in outputs)
-        wanted, unrounded = _concatenated_outputs(self._model), [] if self.random else self._unrounded
+        wanted, unrounded = _concatenated_outputs(self._model), [] if self.random or self.unrounded_fails else self._unrounded
         exact = _concatenated_outputs(unrounded) if unrounded else None
         for name, batches in self._executed.items():
             got = _concatenated_outputs(batches)
@@ -190,7 +209,8 @@ class Comparison:
             within = WEIGHT_ONLY_WITHIN if self.weight_only else QUANTIZED_WITHIN
             if self.weight_only and integers and execution.noise_of_range() <= WEIGHT_ONLY_NOISE:
                 within = 0  # as kernels that round activations make, where outputs vary by little
-            self.reason = self.reason or execution.reason_to_reject(integers=integers, most=most, within=within)
+            reason = execution.reason_to_reject(integers=integers, most=most, within=within, made=self.made)
+            self.reason = self.reason or (f"{reason}{ROUNDED_INPUTS}" if reason and integers and self.weight_only else reason)
         self._model, self._executed, self._unrounded, self._samples = [], {}, [], 0
 
 

@@ -23,12 +23,15 @@ from compresskit.export.check.agreement import fills_as_infinity
 from compresskit.measure import numpy_inputs, run_session
 
 #: Distances are fractions of what the outputs vary by. Another size is judged by the data's own: so many times as far, plus that
-#: of an exact file or of one that rounds, whose noise depends on the values.
-FARTHER, EXACT, ROUNDED = 4, 1e-3, 0.05
+#: of an exact file or of one that rounds, whose noise depends on the values. No more than so many roundings of outputs in their
+#: own dtype are no distance: one value, or several that are nearly the same, vary by less.
+FARTHER, EXACT, ROUNDED, ROUNDINGS = 4, 1e-3, 0.05, 8
 ROWS = 2  # of the data, that other sizes are made of
 
 
-def remark_on_other_sizes(path: str | Path, model: nn.Module, inputs: Inputs, sessions: Sequence[Any], *, rounded: bool) -> str:
+def remark_on_other_sizes(
+    path: str | Path, model: nn.Module, inputs: Inputs, sessions: Sequence[Any], dtype: torch.dtype | None
+) -> str:
     """Say at which size the file gives something else than its model, or nothing; "" where none was found.
 
     Half the size, one more and twice the size are tried of all dimensions that vary together, where the model takes them.
@@ -37,7 +40,7 @@ def remark_on_other_sizes(path: str | Path, model: nn.Module, inputs: Inputs, se
         path, model: the file and its model, in eval mode, whose state the caller keeps.
         inputs: a batch on which they agree.
         sessions: of the file.
-        rounded: whether the file computes in integers.
+        dtype: that rounds the outputs of the model; None where the file computes in integers.
     """
     leaves = [value for value in pytree.tree_leaves(inputs) if isinstance(value, Tensor)]
     if any(value.is_cuda and not value.is_floating_point() for value in leaves):
@@ -48,8 +51,9 @@ def remark_on_other_sizes(path: str | Path, model: nn.Module, inputs: Inputs, se
         return ""
     few = _resized(inputs, names, {batch: min(held.get(batch, ROWS), ROWS)})
     few = rows_that_run(partial(_arrays_given, model), few, inputs)
+    eps = torch.finfo(dtype or torch.float32).eps
     try:
-        usual = [_output_distances(path, run, few, _arrays_given(model, few)) for run in sessions]
+        usual = [_output_distances(path, run, few, _arrays_given(model, few), eps) for run in sessions]
     except ExportError as error:
         return _refused_by_file(few, error)
     for sizes in _other_sizes(held, batch):
@@ -59,11 +63,11 @@ def remark_on_other_sizes(path: str | Path, model: nn.Module, inputs: Inputs, se
         except Exception:  # sizes that the model does not take
             continue
         try:
-            found = [_output_distances(path, run, resized, wanted, scales=usual[i][1])[0] for i, run in enumerate(sessions)]
+            found = [_output_distances(path, run, resized, wanted, eps, usual[i][1])[0] for i, run in enumerate(sessions)]
         except ExportError as error:
             return _refused_by_file(resized, error)
         pairs = zip(itertools.chain(*found), itertools.chain(*(before for before, _ in usual)), strict=True)
-        if any(distance > FARTHER * before + (ROUNDED if rounded else EXACT) for distance, before in pairs):
+        if any(distance > FARTHER * before + (EXACT if dtype else ROUNDED) for distance, before in pairs):
             return f"at inputs of shape {_shapes_in_words(resized)} the file gives something else than its model"
     return ""
 
@@ -111,7 +115,7 @@ def _arrays_given(model: nn.Module, inputs: Inputs) -> list[np.ndarray]:
 
 
 def _output_distances(
-    path: str | Path, run: Any, inputs: Inputs, wanted: Sequence[np.ndarray], *, scales: Sequence[float] = ()
+    path: str | Path, run: Any, inputs: Inputs, wanted: Sequence[np.ndarray], eps: float, scales: Sequence[float] = ()
 ) -> tuple[list[float], list[float]]:
     """How far each output of a file is from the model's, and what the latter varies by, both as root mean squares.
 
@@ -124,6 +128,7 @@ def _output_distances(
         spread = _finite_rms(expected - expected[np.isfinite(expected)].mean() if np.isfinite(expected).any() else expected)
         varied.append(spread or _finite_rms(expected) or 1.0)
         scale = max(spread, scales[i] / 10) if scales else varied[-1]
+        scale = max(scale, ROUNDINGS * eps * _finite_rms(expected) / EXACT)
         alike = got.shape == expected.shape and np.array_equal(np.isfinite(got), np.isfinite(expected))
         with np.errstate(invalid="ignore"):  # inf - inf
             distances.append(_finite_rms(got - expected) / scale if alike else np.inf)

@@ -13,8 +13,11 @@ kernels may round ties to the other side (onnxruntime#32132), and one step that 
   On several threads, each thread of ONNX Runtime's quantized LSTM finds the ranges of its own part of the batch. So a file with
   one is executed on one thread as written, which shows that it computes what the model does, and optimized as it runs here.
 * Each output passes alone, and each part of it, such as a channel, whose errors the range of the whole would hide.
-* A float file passes by its largest error; in half precision, by the sum of that precision's roundings. As written, a file of
+* A float file passes by its largest error; in half precision, by the sum of that precision's roundings, and each part by its
+  distance from the model in fp32, where the half model's own says how far is right. As written, a file of
   which only weights are rounded counts as a float file; optimized, ONNX Runtime may round its activations, too.
+* Few samples show little: a unit that they leave off may be lost. Below `FEWEST` of them, rows are made that hold their values in
+  another order, and judged with them. They may reject the file, and count nowhere else.
 * Where a file names dimensions that vary, it runs at other sizes than the data's, too (`other_sizes`). A difference there does
   not reject it, since data of those sizes may never come: a warning says it, and so does the record.
 * NaN and infinity agree with the same at the same places, and the record counts them. A file none of whose values is finite does
@@ -25,6 +28,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import ExitStack
@@ -37,11 +41,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from compresskit.base.errors import DataError
+from compresskit.base.errors import DataError, ExportError
 from compresskit.base.inputs import AnyInputs, call_checked, each_inputs
 from compresskit.base.progress import progress_bar
-from compresskit.base.task import Inputs, batch_size, call
-from compresskit.export.check.agreement import QUANTIZED_STEPS, Agreement, not_finite_remark, steps_allowed
+from compresskit.base.task import Inputs, batch_size, call, copied_tensors
+from compresskit.export.check.agreement import FEWEST, QUANTIZED_STEPS, Agreement, not_finite_remark, steps_allowed
 from compresskit.export.check.bisect import first_layer_that_differs
 from compresskit.export.check.executions import Comparison
 from compresskit.export.check.machines import MachineAgreement, MachineCheck, machines_named
@@ -52,10 +56,14 @@ from compresskit.export.rewrite.dtypes import least_precise_dtype
 from compresskit.graph.capture import inputs_inside
 from compresskit.graph.quantized import quantized_parts
 from compresskit.graph.replacements import takes_signs
-from compresskit.graph.surgery import mode, state_kept
+from compresskit.graph.surgery import copy_model, mode, state_kept
 from compresskit.measure import numpy_inputs, run_session, session
 
 RANDOM = "; the model draws random numbers, of which a file draws its own"
+COPIED = 500_000_000  # parameters of the largest half-precision model that is copied in fp32, in 2 GB
+MADE_SECONDS = 10.0  # after which no more rows are made
+#: Operators whose result may jump where rounding changes the order of two values, as it often does in rows that mean nothing.
+JUMP = frozenset({"ArgMax", "ArgMin", "If", "Loop", "NonMaxSuppression", "NonZero", "Scan", "TopK", "Unique"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,28 +148,28 @@ def verify_onnx(
     proto = read_proto(path)  # refuses weights outside its folder
     others = MachineCheck(path, machines_named(machines))
     total, batches = len(batches) if isinstance(batches, Sized) else None, each_inputs(batches, "verify_onnx")
-    threads = torch.get_num_threads()
-    first_threads = 1 if _depends_on_threads(proto) else threads
-    sessions = [session(path, optimize=False, threads=first_threads), session(path, threads=threads)]
+    sessions = _sessions(path, proto)
     model, batches = _batches_inside(model, batches, inside) if inside else (model, batches)
     parts = quantized_parts(model).values()
     other = next((OtherRuntime(path, part.runtime) for part in parts if part.runtime != "onnxruntime"), None)
     found = _comparison(model)
     with torch.no_grad(), mode(model, training=False), state_kept(model):
-        samples, first = 0, None
+        unrounded, samples = _unrounded_model(model), 0
+        few: list[Inputs] = []  # the first batches, of FEWEST samples
         for inputs in progress_bar(batches, total=total, desc=label, unit="batch"):
-            got = _add_batch(found, path, model, inputs, sessions, other)
+            got = _add_batch(found, path, (model, unrounded), inputs, sessions, other)
             if executed:
                 executed(got)
             others.add(inputs)
-            samples, first = samples + batch_size(inputs), inputs if first is None else first
-        if first is None:
+            few, samples = [*few, inputs] if samples < FEWEST else few, samples + batch_size(inputs)
+        if not few:
             raise DataError("verify_onnx: no batch was given")
-        zeros = _lost_on_zeros(path, model, first, sessions)
-        sized = "" if found.random else remark_on_other_sizes(path, model, first, sessions, rounded=found.quantized)
+        zeros = _lost_on_zeros(path, model, few[0], sessions)
+        sized = _remark_on_sizes(found, path, model, few[0], sessions)
+        made = "" if _jumps(proto) else _wrong_on_made_rows(found, path, (model, unrounded), few, sessions)
     levels = found.levels()  # judges what is left
-    where = "" if not found.reason else RANDOM if found.random else _place(path, model, first)
-    reason = f"{found.reason}{where}" or zeros or _machine_that_differs(others.result())
+    where = "" if not (found.reason or made) else RANDOM if found.random else _place(path, model, few[0])
+    reason = f"{found.reason or made}{where}" or zeros or _machine_that_differs(others.result())
     return Verification(
         samples=samples,
         quantized=found.quantized,
@@ -189,18 +197,117 @@ def _comparison(model: nn.Module) -> Comparison:
 
 
 def _add_batch(
-    found: Comparison, path: str | Path, model: nn.Module, inputs: Inputs, sessions: Sequence[Any], other: OtherRuntime | None
+    found: Comparison,
+    path: str | Path,
+    models: tuple[nn.Module, nn.Module | None],
+    inputs: Inputs,
+    sessions: Sequence[Any],
+    other: OtherRuntime | None = None,
 ) -> list[np.ndarray]:
-    """Compare the outputs for one batch, and return those of the file, optimized."""
+    """Compare the outputs for one batch, and return those of the file, optimized. models: the model, and the unrounded one."""
+    model, exact = models
     drawn = _rng_states()
     wanted = _arrays(call_checked(model, inputs, "verification data"))
     found.random = found.random or any(not torch.equal(*pair) for pair in zip(drawn, _rng_states(), strict=False))
-    unrounded = _unrounded(model, inputs) if quantized_parts(model) and found.wants_unrounded else None
+    unrounded = None
+    if exact is model and found.wants_unrounded:
+        unrounded = _unrounded(model, inputs)
+    elif exact and found.wants_unrounded:
+        try:
+            unrounded = _unrounded(exact, pytree.tree_map(_in_fp32, inputs))
+        except Exception:  # a forward that casts to half precision by itself
+            found.unrounded_fails = True
     got = {name: _run(run, inputs, path) for name, run in zip(("as written", "optimized"), sessions, strict=True)}
     if other and other.compiled:
         got[f"in {other.record.name}"] = other.run(sessions[0], inputs)
     found.add(wanted, got, unrounded=unrounded, samples=batch_size(inputs))
     return got["optimized"]
+
+
+def _unrounded_model(model: nn.Module) -> nn.Module | None:
+    """What `_unrounded` takes: a quantized model itself, a copy in fp32 of one in half precision; None of others, and where it is
+    too large or cannot be copied.
+    """
+    if quantized_parts(model):
+        return model
+    if least_precise_dtype(model).itemsize > 2 or sum(v.numel() for v in model.parameters()) > COPIED:
+        return None
+    try:
+        return copy_model(model).float()
+    except Exception:  # whatever the classes of a user's attributes raise
+        return None
+
+
+def _in_fp32(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _jumps(proto: Any) -> bool:
+    """Whether two right executions of a file may differ much where two values are nearly the same; see JUMP."""
+    bodies = (proto.graph, *proto.functions)
+    return any(node.op_type in JUMP for body in bodies for node in body.node)
+
+
+def _wrong_on_made_rows(
+    found: Comparison,
+    path: str | Path,
+    models: tuple[nn.Module, nn.Module | None],
+    few: Sequence[Inputs],
+    sessions: Sequence[Any],
+) -> str:
+    """The reason to reject a file by few samples together with rows made of them, `FEWEST` in all; "" where there is none, and
+    where the model does not take such rows.
+
+    Each batch keeps its shapes, so nothing is asked of the model's rows.
+    """
+    samples, began = sum(map(batch_size, few)), time.perf_counter()
+    if samples >= FEWEST or found.random or found.reason or takes_signs(models[0]):
+        return ""
+    more = found.with_made_rows()
+    for seed, inputs in enumerate(itertools.cycle(few)):
+        made = _in_another_order(inputs, seed)
+        try:
+            _add_batch(more, path, models, made, sessions)
+        except Exception:  # a model need not run on them
+            return ""
+        samples += max(batch_size(made), 1)
+        if samples >= FEWEST or time.perf_counter() - began > MADE_SECONDS:
+            break
+    try:
+        more.levels()
+    except ExportError:  # rounding decides the shape of an output
+        return ""
+    return f"with rows that hold the values of the data in another order, {more.reason}" if more.reason else ""
+
+
+def _in_another_order(inputs: Inputs, seed: int) -> Inputs:
+    """The inputs, with the numbers of each row in another order, which is one for all tensors of a shape, such as tokens and
+    their masks. On a GPU, where an index outside of its table ends the process, integers stay as they are.
+    """
+    random = torch.Generator().manual_seed(seed)
+    orders: dict[tuple[int, ...], Tensor] = {}
+
+    def ordered(value: Tensor) -> Tensor:
+        if value.ndim < 2 or value.dtype is torch.bool or (value.is_cuda and not value.is_floating_point()):
+            return value
+        rows = value.flatten(1)
+        order = orders.setdefault(tuple(value.shape[1:]), torch.randperm(rows.shape[1], generator=random))
+        return rows[:, order.to(value.device)].reshape(value.shape)
+
+    return pytree.tree_map_only(Tensor, ordered, copied_tensors(inputs))  # type: ignore[no-any-return]
+
+
+def _remark_on_sizes(found: Comparison, path: str | Path, model: nn.Module, inputs: Inputs, sessions: Sequence[Any]) -> str:
+    """See `other_sizes`; nothing of a model that draws random numbers."""
+    dtype = None if found.quantized else least_precise_dtype(model)
+    return "" if found.random else remark_on_other_sizes(path, model, inputs, sessions, dtype)
+
+
+def _sessions(path: str | Path, proto: Any) -> list[Any]:
+    """Of a file as it is written, and optimized."""
+    threads = torch.get_num_threads()
+    first = 1 if _depends_on_threads(proto) else threads
+    return [session(path, optimize=False, threads=first), session(path, threads=threads)]
 
 
 def _depends_on_threads(proto: Any) -> bool:
@@ -281,7 +388,7 @@ def _arrays(output: Any) -> list[np.ndarray]:
 
 
 def _unrounded(model: nn.Module, inputs: Inputs) -> list[np.ndarray]:
-    """Outputs of a quantized model whose activations are not rounded. Its weights are, since no right execution has others."""
+    """Outputs of a model whose activations are not rounded. Its weights are, since no right execution has others."""
     with ExitStack() as stack:
         for part in quantized_parts(model).values():
             stack.enter_context(part.float_activations())

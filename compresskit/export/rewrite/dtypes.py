@@ -87,3 +87,39 @@ def store_bf16_(file: Any) -> None:
         ir.convenience.replace_all_uses_with(value, cast.outputs[0])
         file.graph.initializers.pop(name)
         file.graph.initializers[stored.name] = stored
+
+
+def transpose_in_fp32_(file: Any) -> None:
+    """Cast to fp32 before a Transpose, not behind it, where an onnx-ir model multiplies what has its first dimension moved.
+
+    ONNX Runtime takes such a Transpose through the Cast into the product, and ends the process while it loads the file (1.32:
+    MatmulTransposeFusion, then NchwcTransformer). On a CPU it puts a Cast before a product in fp16 itself.
+    """
+    import onnx_ir as ir  # heavy, and only exporting needs it
+
+    for node in [node for node in file.graph.all_nodes() if node.op_type == "MatMul"]:
+        for i, value in enumerate(node.inputs):
+            cast = _producer(value, "Cast")
+            turn = _producer(cast.inputs[0] if cast else value, "Transpose")
+            perm = list(turn.attributes.get_ints("perm", ())) if turn else []
+            if len(perm) < 3 or perm[0] == 0 or value.dtype is not (ir.DataType.FLOAT if cast else ir.DataType.FLOAT16):
+                continue
+            steps: list[tuple[str, dict[str, Any]]] = [("Cast", {"to": ir.DataType.FLOAT.value}), ("Transpose", {"perm": perm})]
+            steps += [] if cast else [("Cast", {"to": ir.DataType.FLOAT16.value})]
+            made: list[Any] = []
+            for kind, attributes in steps:
+                source = made[-1].outputs[0] if made else turn.inputs[0]
+                made.append(ir.node(kind, [source], attributes, name=f"{node.name}.{i}.{len(made)}"))
+                made[-1].outputs[0].name = made[-1].name
+            made[-1].outputs[0].shape, made[-1].outputs[0].type = value.shape, value.type
+            node.graph.insert_before(node, made)
+            node.replace_input_with(i, made[-1].outputs[0])
+            for unused in filter(None, (cast, turn)):
+                if not unused.outputs[0].uses() and not unused.outputs[0].is_graph_output():
+                    unused.graph.remove(unused, safe=True)
+
+
+def _producer(value: Any, kind: str) -> Any:
+    """The node that computes a value, where it is of this kind; else None."""
+    node = value.producer() if value is not None else None
+    return node if node is not None and node.op_type == kind and node.domain == "" else None

@@ -31,7 +31,7 @@ RUNTIME = "com.microsoft"
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """A stored weight: fp32 values, or integers with a scale and a zero point, each a scalar or one per row."""
+    """A stored weight: fp32 or fp16 values, or integers with a scale and a zero point, each a scalar or one per row."""
 
     values: np.ndarray
     scale: np.ndarray | None = None
@@ -106,7 +106,8 @@ class _Writer:
         matrix = self._matrix(cell.recurrent)
         if cell.projection is None or matrix.values.shape[0] == GATES[self.kind] * matrix.values.shape[1]:
             return matrix
-        return Matrix(values=(matrix.values.astype(np.float64) @ self._matrix(cell.projection).values).astype(np.float32))
+        product = matrix.values.astype(np.float64) @ self._matrix(cell.projection).values
+        return Matrix(values=product.astype(matrix.values.dtype))
 
     def _projection(self, layer: list[Cell]) -> np.ndarray | None:
         """(directions, P, H), or None."""
@@ -163,7 +164,7 @@ class _Writer:
             state = self._add("Slice", [state, *map(self._constant, ends)])
         if projection is None:
             return state
-        inverse = np.linalg.pinv(projection.astype(np.float64)).transpose(0, 2, 1).astype(np.float32)
+        inverse = np.linalg.pinv(projection.astype(np.float64)).transpose(0, 2, 1).astype(projection.dtype)
         return self._add("MatMul", [state, self._constant(inverse)])
 
     def _joined(self, y: ir.Value, *, rows_first: bool) -> ir.Value:

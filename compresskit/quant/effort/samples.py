@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ LEAST_OF_OUTPUTS = 15.0  # dB, below which an output is poor: there an error at 
 
 def batch_varies(dynamic: Dynamic) -> bool:
     """Whether the first dimension of inputs may vary, so that batches may be cut and joined."""
-    return 0 in dynamic if isinstance(dynamic, tuple) else any(0 in sizes for sizes in dynamic.values())
+    return any(0 in sizes for sizes in dynamic.values()) if isinstance(dynamic, Mapping) else 0 in dynamic
 
 
 def halves(batches: Sequence[Inputs], where: str, *, cut: bool = True) -> tuple[list[Inputs], list[Inputs]]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import networks
 import onnx
 import pytest
@@ -51,3 +54,47 @@ def test_precisions_without_a_kernel_are_refused_before_a_file_is_written(tmp_pa
     assert not path.exists()
     linear, y = nn.Linear(4, 4).double().eval(), torch.randn(2, 4).double()  # for which there are kernels
     assert ck.verify_onnx(ck.export_onnx(linear, path, y), linear, [y]).passed
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.words, self.layer, self.out = nn.Embedding(40, 16), kind(16, 24, batch_first=True), nn.Linear(24, 5)
+
+    def forward(self, ids):
+        return self.out(self.layer(self.words(ids))[0])
+
+
+class Turned(nn.Module):
+    """A product of what has its first dimension moved, cast behind that or not at all."""
+
+    def __init__(self, order: tuple[int, ...], cast: bool) -> None:
+        super().__init__()
+        self.order, self.cast, self.out = order, cast, nn.Linear(6, 5)
+
+    def forward(self, x):
+        y = x.permute(self.order)
+        return self.out(y.to(self.out.weight.dtype) if self.cast else y)
+
+
+INTEGERS = torch.arange(6 * 6 * 6).reshape(6, 6, 6) % 7
+TURNED = {
+    "LSTM": (Recurrent(nn.LSTM).half(), torch.randint(40, (4, 12))),
+    "GRU": (Recurrent(nn.GRU).half(), torch.randint(40, (4, 12))),
+    "fp16": (Turned((1, 0, 2), cast=False).half(), torch.randn(7, 4, 6).half()),
+    "last": (Turned((1, 2, 0), cast=False).half(), torch.randn(6, 7, 4).half()),
+    "rank 4": (Turned((1, 2, 0, 3), cast=False).half(), torch.randn(2, 7, 4, 6).half()),
+    "uint8": (Turned((1, 0, 2), cast=True), INTEGERS.to(torch.uint8)),
+    "int64": (Turned((1, 0, 2), cast=True), INTEGERS),
+    "to fp32": (Turned((1, 0, 2), cast=True), torch.randn(7, 4, 6).half()),
+}
+
+
+@pytest.mark.parametrize("name", TURNED)
+def test_products_of_transposed_values_load(name, tmp_path) -> None:
+    """ONNX Runtime 1.32 ended the process, so that they are loaded in another one first."""
+    model, x = TURNED[name][0].eval(), TURNED[name][1]
+    path = ck.export_onnx(model, tmp_path / "f.onnx", (x,), dynamic=(1, 2) if name == "last" else (0, 1))
+    load = "import sys, onnxruntime as o; o.InferenceSession(sys.argv[1], providers=['CPUExecutionProvider'])"
+    assert subprocess.run([sys.executable, "-c", load, path], check=False).returncode == 0
+    assert ck.verify_onnx(path, model, [(x,)]).passed

@@ -88,6 +88,17 @@ def test_the_file_of_a_recurrent_layer_equals_eager(kind, how, given, tmp_path) 
     assert operators.count(kind.split("_")[0]) == how.get("num_layers", 1)
 
 
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+@pytest.mark.parametrize("given", [False, True], ids=["zeros", "given"])
+@pytest.mark.parametrize(("kind", "how"), [("LSTM", PROJECTED[0]), ("LSTM", SHAPES[3]), ("GRU", SHAPES[2])], ids=str)
+def test_the_file_of_a_recurrent_layer_in_half_precision(kind, how, given, tmp_path) -> None:
+    model = Layer(KINDS[kind][0], **how).eval().half()
+    first = [state.half() for state in states(model.layer, 2 if how.get("batch_first") else 4)] if given else []
+    inputs = (torch.randn(2, 4, 5).half(), *first)
+    file = ck.export_onnx(model, tmp_path / "f.onnx", inputs, dynamic=())
+    assert ck.verify_onnx(file, model, [inputs]).passed
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_captured_recurrent_layer_is_one_operator_and_trains(kind) -> None:
     make, extra, target = KINDS[kind]
