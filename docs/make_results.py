@@ -94,19 +94,20 @@ def depth_width() -> str:
     labels = {"vit": "vision transformer of 6 layers", "mobilenet_v2": "MobileNetV2, half as wide"}
     rows = []
     for name, found in load("depth_width").items():
-        rows.append((labels[name], "none", "", "", f"{found['start']['top1']:.2f}", "1", "1"))
-        order = sorted(found["rows"], key=lambda row: (row["arm"], row["share"], row["epochs"]))
-        for (arm, _, epochs), group in groupby(order, key=lambda row: (row["arm"], row["share"], row["epochs"])):
+        rows.append((labels[name], "", "none", "", "", f"{found['start']['top1']:.2f}", "1", "1"))
+        order = sorted(found["rows"], key=lambda row: (-row["share"], row["arm"], row["epochs"]))
+        for (share, arm, epochs), group in groupby(order, key=lambda row: (row["share"], row["arm"], row["epochs"])):
             runs = list(group)
             latency = f"{mean(run['latency'] for run in runs):.2f}"
             macs = f"{mean(run['macs'] for run in runs) / found['start']['macs']:.2f}"
-            rows.append((labels[name], arm, epochs, len(runs), spread(run["top1"] for run in runs), latency, macs))
+            rows.append((labels[name], f"{share:g}", arm, epochs, len(runs), spread(run["top1"] for run in runs), latency, macs))
     return f"""\
 ## Blocks and channels together
 
-CIFAR-10, float files of half of the latency; each arm is taught by the network as it was, for as many epochs. {source("depth_width")}
+CIFAR-10, float files of a share of the latency that both arms were asked for; each is taught by the network as it was, for as many epochs. The fewer
+milliseconds are left, the more of them belong to operators that no width makes fast, and the more blocks are worth. {source("depth_width")}
 
-{table(("network", "removed", "epochs", "seeds", "top-1 %", "latency", "MACs"), rows)}
+{table(("network", "asked for", "removed", "epochs", "seeds", "top-1 %", "latency", "MACs"), rows)}
 """
 
 
@@ -890,6 +891,28 @@ def old_runtimes() -> str:
 """
 
 
+def proof_mutants() -> str:
+    """What damage `verify_onnx` lets through."""
+    rows = load("proof_mutants")
+    counts = list(rows[0]["survivors"])[:-1]
+    cells = []
+    for form in [*dict.fromkeys(row["form"] for row in rows), "all"]:
+        of = [row for row in rows if form in (row["form"], "all")]
+        passing = [sum(row["survivors"][n] for row in of) for n in counts]
+        cells.append((form, sum(row["mutants"] for row in of), sum(row["material"] for row in of), *passing))
+    refused, intact = sum(sum(row["refused"].values()) for row in rows), len(rows) * len(counts)
+    return f"""\
+## How much damage `verify_onnx` lets through
+
+Files of six small trained networks in six forms, changed in one place at a time: a channel of weights that is zero, negated or in the place of another, a lost
+bias, a scale of a half, a zero point that is off, no activation function. *material*: the mutants that lose more than a point of accuracy, or
+leave less than 20 dB of an output, on images that nothing else saw. Behind that: how many of those are taken for the model's file. Of {intact} intact
+files {refused or "none"} {"is" if refused == 1 else "are"} refused. {source("proof_mutants")}
+
+{table(("form", "mutants", "material", *(f"pass with {n} image{'s' * (n != '1')}" for n in counts)), cells)}
+"""
+
+
 def predicted_latencies() -> str:
     """The latency model of a search, on candidates that it was not made of."""
     networks = load("latency_model")["networks"]
@@ -944,6 +967,7 @@ SECTIONS: tuple[Callable[[], str], ...] = (
     across_runtimes,
     saturation,
     old_runtimes,
+    proof_mutants,
     recipes,
 )
 if (BENCHMARKS / "latency_model.json").exists():  # measured on a machine that does nothing else
