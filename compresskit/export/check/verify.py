@@ -153,9 +153,9 @@ def verify_onnx(
     parts = quantized_parts(model).values()
     other = next((OtherRuntime(path, part.runtime) for part in parts if part.runtime != "onnxruntime"), None)
     found = _comparison(model)
+    few, samples = list[Inputs](), 0  # the first batches, of FEWEST samples
     with torch.no_grad(), mode(model, training=False), state_kept(model):
-        unrounded, samples = _unrounded_model(model), 0
-        few: list[Inputs] = []  # the first batches, of FEWEST samples
+        unrounded = _unrounded_model(model)
         for inputs in progress_bar(batches, total=total, desc=label, unit="batch"):
             got = _add_batch(found, path, (model, unrounded), inputs, sessions, other)
             if executed:
@@ -166,7 +166,7 @@ def verify_onnx(
             raise DataError("verify_onnx: no batch was given")
         zeros = _lost_on_zeros(path, model, few[0], sessions)
         sized = _remark_on_sizes(found, path, model, few[0], sessions)
-        made = "" if _jumps(proto) else _wrong_on_made_rows(found, path, (model, unrounded), few, sessions)
+    made = "" if _jumps(proto) else _wrong_on_made_rows(found, path, (model, unrounded), few, sessions)
     levels = found.levels()  # judges what is left
     where = "" if not (found.reason or made) else RANDOM if found.random else _place(path, model, few[0])
     reason = f"{found.reason or made}{where}" or zeros or _machine_that_differs(others.result())
@@ -260,14 +260,15 @@ def _wrong_on_made_rows(
 
     Each batch keeps its shapes, so nothing is asked of the model's rows.
     """
-    samples, began = sum(map(batch_size, few)), time.perf_counter()
-    if samples >= FEWEST or found.random or found.reason or takes_signs(models[0]):
+    model, samples, began = models[0], sum(map(batch_size, few)), time.perf_counter()
+    if samples >= FEWEST or found.random or found.reason or takes_signs(model):
         return ""
     more = found.with_made_rows()
     for seed, inputs in enumerate(itertools.cycle(few)):
         made = _in_another_order(inputs, seed)
         try:
-            _add_batch(more, path, models, made, sessions)
+            with torch.no_grad(), mode(model, training=False), state_kept(model):  # each comes first, where a state moves
+                _add_batch(more, path, models, made, sessions)
         except Exception:  # a model need not run on them
             return ""
         samples += max(batch_size(made), 1)
