@@ -270,11 +270,11 @@ def _one_tensor(parts: Sequence[Tensor], what: str) -> Tensor:
     return torch.cat(list(parts))
 
 
-def _joined_targets(targets: Sequence[Any], rows: Sequence[int]) -> Any:
+def _joined_targets(targets: Sequence[Any], rows: Sequence[int], *, placed: bool = False) -> Any:
     """The targets of all batches in the form of those of one: dicts by key, lists by place where they hold tensors of all rows,
     and else by sample; single values stay a list of them.
 
-    rows: of the predictions of each batch.
+    rows: of the predictions of each batch. placed: whether they are entries of lists by place; then lists in them are, too.
 
     Raises DataError where a list has neither one entry for each sample nor tensors of all rows, or may have either.
     """
@@ -286,14 +286,14 @@ def _joined_targets(targets: Sequence[Any], rows: Sequence[int]) -> Any:
     if not isinstance(first, list | tuple):
         return list(targets)
     by_place, by_sample = _entries(targets, rows)
-    if by_place and by_sample and len(targets) > 1:  # a single batch stays as it is
+    if by_place and by_sample and not placed and len(targets) > 1:  # a single batch stays as it is
         raise DataError(
             f"Task(metric=...): in every validation batch, of {(n := len(first))} samples, targets are lists of {n} tensors of"
             " as many rows, which may be one for each sample or one for each of several targets; let the loader give batches of"
             " another size or a dict of targets, or give a metric with update, compute and reset, which takes batch after batch"
         )
     if by_place:
-        values = [_joined_targets(of_all, rows) for of_all in zip(*targets, strict=True)]
+        values = [_joined_targets(of_all, rows, placed=True) for of_all in zip(*targets, strict=True)]
         return type(first)(*values) if hasattr(first, "_fields") else type(first)(values)
     if not by_sample:
         raise DataError(

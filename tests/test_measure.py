@@ -289,6 +289,13 @@ def test_a_list_that_may_be_of_samples_or_of_targets_is_refused() -> None:
     assert len(seen(ONE_BOX[:1])[1]) == 1
 
 
+def test_lists_among_targets_by_place_are_by_place() -> None:
+    two = torch.zeros(2)
+    _, ((a, b), c, d) = seen([(torch.randn(2, 8), [[two, two + 1], two, two]) for _ in range(3)])
+    assert [len(part) for part in (a, b, c, d)] == [6, 6, 6, 6]
+    assert b.eq(1).all()
+
+
 def test_targets_of_several_sizes_are_no_targets_of_all_samples() -> None:
     pairs = [(torch.randn(n, 8), [torch.zeros(n, size), torch.zeros(n)]) for n, size in ((3, 4), (4, 5))]
     with pytest.raises(DataError, match=r"got targets of size \(4,\) and \(5,\) for each sample"):

@@ -128,7 +128,7 @@ def _has_rare_dtype(graph: fx.GraphModule, model: nn.Module) -> bool:
 
 
 def _try_file(model: nn.Module, example: Inputs, dynamic: Dynamic) -> None:
-    """Write a file of the model, which raises ExportError where ONNX Runtime cannot run it."""
+    """Write a file of the model, as a run will, and forget it. Raises ExportError where that cannot be."""
     with TemporaryDirectory() as folder:
         export_onnx(model, Path(folder) / "model.onnx", example, dynamic=dynamic)
 

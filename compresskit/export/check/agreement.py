@@ -48,9 +48,9 @@ class Agreement:
             1, of three-dimensional outputs (sequences) in the last.
         within_one, within_two: fraction of output values that are at most one or two steps off.
         largest: largest error, in steps.
-        noise: root mean square error, as a fraction of the quantization error; None where that is unknown, as for a float model.
+        noise: root mean square error, as a fraction of the quantization error; None where it is unknown, as for a model in fp32.
             Both are of the first batches, of 1,000 samples at least where there are as many.
-        excess: root mean square distance of the file from the unrounded model, as a fraction of the simulation's distance; None
+        excess: root mean square distance of the file from the unrounded model, as a fraction of the model's distance; None
             where `noise` is.
         flips: fraction of samples with another largest class that are no ties: in the reference, the two classes lie more than
             two steps apart.

@@ -77,18 +77,21 @@ class Execution:
             integers: whether it computes in integers.
             most: the largest error, in steps.
             within: fraction of the values within two steps, of a file in integers.
-            made: whether rows were made of the data. Of them, integers are judged beside the unrounded model alone.
+            made: whether rows were made of the data. Of them, what is rounded is judged beside the unrounded model alone.
         """
         if self.whole.not_finite == 1:
             return f"{self.name}: no output value is finite, so nothing was compared"
         for i, (wanted, got) in enumerate(zip(self.wanted, self.got, strict=True)):
             few = None if self.few is None else (self.few[0][i], self.few[1][i], self.few[2][i])
             rounds = few is not None and usable_reference(few[0], few[2]) is not None
-            if not any(v.size for v in wanted) or (made and integers and not rounds):
+            half = not integers and most > FLOAT_STEPS
+            if not any(v.size for v in wanted) or (made and (integers or half) and not rounds):
                 continue
             level = self.whole if len(self.wanted) == 1 else _agreement(wanted, got, few, heads=0 if i else len(wanted))
-            allowed = most * sizes_in_ranges(wanted) if most > FLOAT_STEPS and not integers else most
-            reason = _reason_of_integers(level, most, within) if integers else _reason_of_floats(level, allowed)
+            if integers:
+                reason = _reason_of_integers(level, most, within)
+            else:
+                reason = "" if half and made else _reason_of_floats(level, most * sizes_in_ranges(wanted) if half else most)
             if not reason and few and rounds:
                 reason = part_beyond_rounding(*few, integers=integers)
             elif not reason and not integers:

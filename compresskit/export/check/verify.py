@@ -62,8 +62,11 @@ from compresskit.measure import numpy_inputs, run_session, session
 RANDOM = "; the model draws random numbers, of which a file draws its own"
 COPIED = 500_000_000  # parameters of the largest half-precision model that is copied in fp32, in 2 GB
 MADE_SECONDS = 10.0  # after which no more rows are made
-#: Operators whose result may jump where rounding changes the order of two values, as it often does in rows that mean nothing.
-JUMP = frozenset({"ArgMax", "ArgMin", "If", "Loop", "NonMaxSuppression", "NonZero", "Scan", "TopK", "Unique"})
+#: Operators whose result may jump where rounding changes a value by little, as it often does in rows that mean nothing.
+JUMP = frozenset(
+    {"ArgMax", "ArgMin", "If", "Loop", "NonMaxSuppression", "NonZero", "Scan", "TopK", "Unique"}
+    | {"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Ceil", "Floor", "Round", "Sign"}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +193,7 @@ def _comparison(model: nn.Module) -> Comparison:
         part.check_rounds("verify_onnx")
     return Comparison(
         quantized=bool(parts) or signs,
-        weight_only=not signs and all(part.exact for part in parts),  # quantizers switched off leave rounded weights
+        weight_only=not signs and all(part.exact for part in parts),
         most_of_floats=steps_allowed(least_precise_dtype(model)),
         most_of_integers=sys.float_info.max if signs else QUANTIZED_STEPS,
     )
@@ -256,12 +259,12 @@ def _wrong_on_made_rows(
     sessions: Sequence[Any],
 ) -> str:
     """The reason to reject a file by few samples together with rows made of them, `FEWEST` in all; "" where there is none, and
-    where the model does not take such rows.
+    where the model does not take such rows. On a GPU none are made: an index outside of its table ends the process there.
 
     Each batch keeps its shapes, so nothing is asked of the model's rows.
     """
     model, samples, began = models[0], sum(map(batch_size, few)), time.perf_counter()
-    if samples >= FEWEST or found.random or found.reason or takes_signs(model):
+    if samples >= FEWEST or found.random or found.reason or takes_signs(model) or any(map(_is_cuda, pytree.tree_leaves(few))):
         return ""
     more = found.with_made_rows()
     for seed, inputs in enumerate(itertools.cycle(few)):
@@ -283,19 +286,23 @@ def _wrong_on_made_rows(
 
 def _in_another_order(inputs: Inputs, seed: int) -> Inputs:
     """The inputs, with the numbers of each row in another order, which is one for all tensors of a shape, such as tokens and
-    their masks. On a GPU, where an index outside of its table ends the process, integers stay as they are.
+    their masks.
     """
     random = torch.Generator().manual_seed(seed)
     orders: dict[tuple[int, ...], Tensor] = {}
 
     def ordered(value: Tensor) -> Tensor:
-        if value.ndim < 2 or value.dtype is torch.bool or (value.is_cuda and not value.is_floating_point()):
+        if value.ndim < 2 or value.dtype is torch.bool:
             return value
         rows = value.flatten(1)
         order = orders.setdefault(tuple(value.shape[1:]), torch.randperm(rows.shape[1], generator=random))
-        return rows[:, order.to(value.device)].reshape(value.shape)
+        return rows[:, order].reshape(value.shape)
 
     return pytree.tree_map_only(Tensor, ordered, copied_tensors(inputs))  # type: ignore[no-any-return]
+
+
+def _is_cuda(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_cuda
 
 
 def _remark_on_sizes(found: Comparison, path: str | Path, model: nn.Module, inputs: Inputs, sessions: Sequence[Any]) -> str:

@@ -283,6 +283,14 @@ def _scaled_inplace(node: Node) -> Node | None:
     return _called(node, node.target, real_pair(node, x), other)
 
 
+def _times_complex_number(node: Node) -> Node | None:
+    """A real value times a complex number, such as `1j * x`; torch's exporter has the other products."""
+    x, number = node.args
+    if not isinstance(number, complex) or _is_complex(x):
+        return None
+    return _pair_from(node, *(insert_call(node, aten.mul.Tensor, x, part) for part in (number.real, number.imag)))
+
+
 def _conjugate(node: Node) -> Node:
     x = node.args[0]
     return _pair_from(node, _part(node, x, 0), insert_call(node, aten.neg.default, _part(node, x, 1)))
@@ -365,6 +373,7 @@ _PAIRED: dict[Any, Callable[[Node], Node | None]] = {
     aten.where.ScalarSelf: _chosen,
     aten.add_.Tensor: _added_inplace,
     aten.sub_.Tensor: _added_inplace,
+    aten.mul.Tensor: _times_complex_number,
     aten.mul_.Tensor: _scaled_inplace,
     aten.div_.Tensor: _scaled_inplace,
     aten.exp.default: _exponential,

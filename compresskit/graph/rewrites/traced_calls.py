@@ -56,7 +56,7 @@ class PlainCalls(TorchFunctionMode):
         if func is torch.arange:
             made = func(*args, **kwargs)
             if all(type(bound) is int for bound in args) and kwargs.keys() <= {"device"} and not made.is_inference():
-                self._numbers[made] = made._version, list(range(*args))
+                self._numbers[made] = made._version, range(*args)
             return made
         version, values = self._numbers.get(args[0], (None, None))
         if version is None or version != args[0]._version:  # made of something else, or written since

@@ -190,3 +190,24 @@ def test_small_outputs_in_half_precision_vary_by_little(bias, tmp_path) -> None:
     proof = ck.verify_onnx(path, model, [(x.half(),)])
     assert proof.passed, proof
     assert not proof.other_sizes
+
+
+class Thresholds(nn.Module):
+    """Scores, and which of them are above zero: half precision may put one near it on either side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 32))
+
+    def forward(self, x):
+        y = self.body(x)
+        return y, (y > 0).to(y.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rows_that_are_made_refuse_no_half_file_with_a_threshold(dtype, tmp_path) -> None:
+    for seed in range(4):
+        torch.manual_seed(seed)
+        model, x = Thresholds().eval().to(dtype), torch.randn(1, 10).to(dtype)
+        proof = ck.verify_onnx(ck.export_onnx(model, tmp_path / "f.onnx", (x,)), model, [(x,)])
+        assert "in another order" not in proof.reason

@@ -192,6 +192,17 @@ def test_operators_of_complex_values(codes, tmp_path: Path) -> None:
             )
 
 
+class Phases(nn.Module):
+    """Real values times a complex number, as phases are written."""
+
+    def forward(self, x):
+        return torch.view_as_real(torch.exp(1j * x) * 2) + (x * (2 - 3j)).abs().unsqueeze(-1)
+
+
+def test_real_values_times_a_complex_number(tmp_path: Path) -> None:
+    _compare(Phases().eval(), torch.randn(3, 5), [torch.randn(1, 5), torch.randn(7, 9)], (0, 1), tmp_path / "f.onnx")
+
+
 @pytest.mark.parametrize("size", [9, 4])
 def test_complex_transforms_of_a_length_that_varies(size: int, tmp_path: Path) -> None:
     class Resized(nn.Module):
