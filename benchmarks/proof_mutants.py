@@ -25,6 +25,7 @@ import json
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,12 +141,12 @@ def mutants(file: onnx.ModelProto) -> Iterator[tuple[str, onnx.ModelProto]]:
         values = numpy_helper.to_array(tensor)
         if values.ndim >= 2 and values.shape[0] > 1 and values.size > 8:
             at, other = (int(i) for i in rng.choice(len(values), 2, replace=False))
-            found += [("a channel is zero", tensor.name, lambda v, at=at: _put(v, at, 0 * v[at]))]
-            found += [("a channel is negated", tensor.name, lambda v, at=at: _put(v, at, -v[at]))]
-            found += [("two channels are exchanged", tensor.name, lambda v, a=at, b=other: _exchanged(v, a, b))]
+            found += [("a channel is zero", tensor.name, partial(_zeroed, at=at))]
+            found += [("a channel is negated", tensor.name, partial(_negated, at=at))]
+            found += [("two channels are exchanged", tensor.name, partial(_exchanged, a=at, b=other))]
         elif values.ndim == 1 and len(values) > 1 and values.dtype.kind in "fi" and values.dtype != np.int64:
             largest = int(np.abs(values.astype(np.float64)).argmax())
-            found += [("a bias is zero", tensor.name, lambda v, at=largest: _put(v, at, 0 * v[at]))]
+            found += [("a bias is zero", tensor.name, partial(_zeroed, at=largest))]
             found += [("biases are moved by one", tensor.name, lambda v: np.roll(v, 1))]
         elif "scale" in tensor.name and values.dtype.kind == "f":
             found += [("a scale is a half", tensor.name, lambda v: (v * 0.5).astype(v.dtype))]
@@ -166,8 +167,13 @@ def mutants(file: onnx.ModelProto) -> Iterator[tuple[str, onnx.ModelProto]]:
             yield f"no {node.op_type}", mutant
 
 
-def _put(values: np.ndarray, at: int, row: np.ndarray) -> np.ndarray:
-    values[at] = row
+def _zeroed(values: np.ndarray, at: int) -> np.ndarray:
+    values[at] = 0 * values[at]
+    return values
+
+
+def _negated(values: np.ndarray, at: int) -> np.ndarray:
+    values[at] = -values[at]
     return values
 
 
