@@ -319,10 +319,10 @@ def _entries(targets: Sequence[Any], rows: Sequence[int]) -> tuple[bool, bool]:
     return by_place, by_sample and not (by_place and told)
 
 
-def may_be_of_samples_or_not(target: Any, rows: int) -> bool:
+def has_two_readings(target: Any, rows: int) -> bool:
     """Whether a list in the target of one batch leaves open what its entries are; other batches, of other sizes, may tell."""
     if isinstance(target, Mapping):
-        return any(may_be_of_samples_or_not(value, rows) for value in target.values())
+        return any(has_two_readings(value, rows) for value in target.values())
     return isinstance(target, list | tuple) and all(_entries([target], [rows]))
 
 

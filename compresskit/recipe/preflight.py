@@ -26,7 +26,7 @@ from compresskit.export.rewrite.dtypes import least_precise_dtype
 from compresskit.graph.capture import Dynamic, capture, check_runs
 from compresskit.graph.quantized import is_quantized
 from compresskit.graph.surgery import copy_model, mode, no_attention_fastpath, state_kept
-from compresskit.measure import checked_score, evaluate, few_rows, input_row_dims, may_be_of_samples_or_not, metric_value
+from compresskit.measure import checked_score, evaluate, few_rows, has_two_readings, input_row_dims, metric_value
 from compresskit.metrics import OutputAgreement
 from compresskit.mixed.formats.parallel import is_sharded
 from compresskit.mixed.formats.policy import BATCH_NORMS
@@ -157,8 +157,8 @@ def _check_loader(probe: nn.Module, task: Task, which: str, *, loss: bool = True
                 task.metric(predictions, target)
             elif not isinstance(task.metric, RunningMetric) and not _all_ignored(task, target):
                 metric_value(checked_score(task, predictions, target))
-                if may_be_of_samples_or_not(target, len(predictions)):
-                    evaluate(probe, task, finite=False)  # raises where no other batch tells
+                if has_two_readings(target, len(predictions)) and _none_tells(task):
+                    evaluate(probe, task, finite=False)  # raises what it will raise later
         except CompressError:
             raise
         except Exception as error:
@@ -167,6 +167,11 @@ def _check_loader(probe: nn.Module, task: Task, which: str, *, loss: bool = True
                 f"Task({what}=...) fails on the first batch of {which} (predictions {tuple(predictions.shape)}, target"
                 f" {shapes_of(target) or type(target).__name__}): {first_line(error)}"
             ) from error
+
+
+def _none_tells(task: Task) -> bool:
+    """Whether lists of targets can be read in two ways in every validation batch; the first that tells ends the search."""
+    return all(has_two_readings(target, batch_size(inputs)) for inputs, target in map(task.split, task.batches("val")))
 
 
 def _check_steps_alone(training: Train, where: str) -> None:

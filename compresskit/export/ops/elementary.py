@@ -1,9 +1,8 @@
-"""Elementary functions whose translations of torch's exporter overflow, underflow, or take another branch than torch does."""
+"""Elementary functions whose translations of torch's exporter overflow, underflow or take another branch than torch does."""
 
 from __future__ import annotations
 
 import math
-import operator
 from typing import Any
 
 import torch
@@ -38,12 +37,8 @@ def elementary_translations() -> dict[Any, Any]:
         ratio = op.Where(op.Equal(small, large), number(1.0, a), small / large)  # of zeros, and of infinities, it is none
         return large * op.Sqrt(ratio * ratio + number(1.0, a))  # squares of the values themselves overflow
 
-    def floordiv(a, b):  # type: ignore[no-untyped-def]
-        return (a - op.Mod(a, b)) / b  # ONNX's division of integers cuts towards zero: -(-n // k) would be n // k
-
     aten = torch.ops.aten
     return {
-        operator.floordiv: floordiv,
         aten.log_sigmoid.default: log_sigmoid,
         aten.logaddexp.default: logaddexp,
         aten.logaddexp2.default: logaddexp2,

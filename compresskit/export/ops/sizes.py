@@ -1,4 +1,4 @@
-"""What Python computes of sizes that vary, and torch's exporter cannot write or rounds wrongly: roots, rounding, shifts, bits."""
+"""What Python computes of sizes that vary, and torch's exporter cannot write or rounds wrongly: division, roots, bits."""
 
 from __future__ import annotations
 
@@ -36,6 +36,9 @@ def size_translations() -> dict[Any, Any]:
 
         return rounded
 
+    def divided(a, b):  # type: ignore[no-untyped-def]
+        return op.Div(op.Sub(a, op.Mod(a, b)), b)  # ONNX's own division cuts towards zero: -(-n // k) would be n // k
+
     def power_of_two(exponent):  # type: ignore[no-untyped-def]
         if type(exponent) is int:
             return op.Constant(value_int=2**exponent)
@@ -45,8 +48,7 @@ def size_translations() -> dict[Any, Any]:
         return op.Mul(whole(a), power_of_two(b))  # type: ignore[no-untyped-call]
 
     def shifted_down(a, b):  # type: ignore[no-untyped-def]
-        value, power = whole(a), power_of_two(b)  # type: ignore[no-untyped-call]
-        return op.Div(op.Sub(value, op.Mod(value, power)), power)
+        return divided(whole(a), power_of_two(b))  # type: ignore[no-untyped-call]
 
     def both(a, b):  # type: ignore[no-untyped-def]
         return aten_bitwise_and(whole(a), whole(b))  # type: ignore[no-untyped-call]
@@ -60,6 +62,7 @@ def size_translations() -> dict[Any, Any]:
         math.floor: to_integer(op.Floor),
         math.ceil: to_integer(op.Ceil),
         math.trunc: to_integer(lambda x: x),
+        operator.floordiv: divided,
         operator.lshift: shifted_up,
         operator.rshift: shifted_down,
         operator.and_: both,

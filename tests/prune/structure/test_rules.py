@@ -11,6 +11,7 @@ import torch
 from networks import build
 from pruned import assert_equals_zeroed, built, cut, planned
 from torch import nn
+from torchvision.ops import DeformConv2d
 
 from compresskit import count_macs, keep
 from compresskit.base.errors import ModelError
@@ -142,6 +143,56 @@ def test_kept_for_a_reason(kind) -> None:
     model, plan, _ = cut(kind, macs=0.97)
     assert any(re.search(KEPT[kind], reason) for reason in plan.locked), plan.locked
     assert_equals_zeroed(model, plan, special.example(kind))
+
+
+class Scattered(special.Images):
+    """Channels that an index of their own moves, or that are moved along themselves, or written over by a parameter."""
+
+    def __init__(self, body, *, stored=False):
+        super().__init__()
+        self.a, self.b, self.code = special.conv(16, 16), special.conv(16, 16), body
+        self.stored = nn.Parameter(torch.randn(2, 16, 16, 16)) if stored else None
+
+    def body(self, x):
+        return self.b(self.code(self, self.a(x)))
+
+
+class GroupsDeformed(special.Images):
+    def __init__(self):
+        super().__init__()
+        self.where, self.a, self.b = (
+            nn.Conv2d(16, 18, 3, padding=1),
+            DeformConv2d(16, 16, 3, padding=1, groups=2),
+            special.conv(16, 16),
+        )
+
+    def body(self, x):
+        return self.b(self.a(x, self.where(x)))
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (Scattered(lambda m, x: x.gather(2, x.argsort(2))), "read as positions by gather"),
+        (
+            Scattered(lambda m, x: x.gather(2, torch.arange(x.shape[1]).view(1, -1, 1, 1).expand_as(x))),
+            "looked up at fixed places by gather",
+        ),
+        (
+            Scattered(lambda m, x: x.scatter(1, torch.zeros(x.shape, dtype=torch.long), x)),
+            "looked up at fixed places by scatter",
+        ),
+        (
+            Scattered(lambda m, x: x.scatter(0, torch.zeros(x.shape, dtype=torch.long), m.stored), stored=True),
+            "overwritten by scatter",
+        ),
+        (GroupsDeformed(), "deform_conv2d in a has groups"),
+    ],
+    ids=["order", "places", "along", "parameter", "groups"],
+)
+def test_channels_that_are_moved_in_other_ways_are_kept_and_named(model, reason) -> None:
+    plan = planned(model.eval(), macs=0.9)
+    assert any(reason in locked for locked in plan.locked), plan.locked
 
 
 def test_an_unknown_operator_locks_its_channels_and_is_named() -> None:

@@ -19,7 +19,8 @@ def rule_scatter(call: OperatorCall) -> RuleResult:
     if not values:
         return x if isinstance(x, Tensor) and x.shape == call.shape and not varying_dims(x) else call.lock_inputs()
     moving, index = varying_dims(values[0]), call.node.meta["index"]
-    if not isinstance(x, Tensor) or isinstance(source, int | float) or any(varying_dims(v) != moving for v in values):
+    followed = isinstance(x, Tensor) and (source is None or isinstance(source, Tensor))  # neither is a parameter
+    if not followed or any(varying_dims(v) != moving for v in values):
         return call.lock_inputs(f"overwritten by {call.where}")
     (dim, *others), along = moving, call.args[1] % len(call.shape)
     if others or dim == along or index.shape[dim] != values[0].shape[dim] or not _same_along(index, dim):
