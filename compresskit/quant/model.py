@@ -28,7 +28,8 @@ from compresskit.graph.masks import masks_of
 from compresskit.graph.quantized import QuantizedModule
 from compresskit.graph.surgery import get_tensor, mode
 from compresskit.quant.numerics.observers import KnownRange, MovingAverage, Observer, observed_ends, set_observed_ends_
-from compresskit.quant.numerics.quantizers import LEARNED_DOWN_TO, ActivationQuantizer, BiasQuantizer, Quantizer, WeightQuantizer
+from compresskit.quant.numerics.quantizers import ActivationQuantizer, BiasQuantizer, Quantizer, WeightQuantizer
+from compresskit.quant.numerics.scheme import LEARNED_DOWN_TO
 from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.lower_to_onnx import deploy
 from compresskit.quant.passes.placement import Placement
@@ -326,11 +327,11 @@ class Quantized(QuantizedModule):
         """Fold BatchNorm and freeze scales; in eval mode the model computes the same, unless a bias needs a larger scale."""
         self.freeze_statistics_()
         self._trains = False
-        learned = [(q, w) for q, w in self.rounded_weights() if isinstance(q.scale, nn.Parameter)]
+        learned = [(q, w) for q, w in self.rounded_weights() if q.ratio is not None]
         for quantizer, weight in learned:
             quantizer.learn_(weight, on=False)
         for activation in self.activation_quantizers():
-            if isinstance(activation.scale, nn.Parameter):
+            if activation.ratio is not None:
                 activation.learn_(on=False)
         fold_conv_bn_(self.body)
         self.make_room_for_biases_()
@@ -341,7 +342,7 @@ class Quantized(QuantizedModule):
         lost = [
             q.label if isinstance(q, ActivationQuantizer) else name.rpartition(".")[2]
             for name, q in self.body.named_modules()
-            if isinstance(q, kinds) and isinstance(q.scale, nn.Parameter) and bool((q.scale < q.least).any())
+            if isinstance(q, kinds) and q.ratio is not None and bool((q.ratio < LEARNED_DOWN_TO).any())
         ]
         if lost:
             log.warning(
@@ -413,7 +414,7 @@ class Quantized(QuantizedModule):
             destination |= {
                 f"{prefix}{OBSERVING}": torch.tensor([q.observing for q in activations], dtype=torch.bool),
                 f"{prefix}{TRACKING}": torch.tensor([layer.tracking for layer in layers], dtype=torch.bool),
-                f"{prefix}{ENDS}": torch.tensor([observed_ends(q.observer) for q in activations]).reshape(-1, 2),
+                f"{prefix}{ENDS}": torch.tensor([observed_ends(q.observer) for q in activations], dtype=torch.float32).reshape(-1, 2),
             }
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:

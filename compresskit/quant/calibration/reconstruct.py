@@ -35,7 +35,8 @@ from compresskit.quant.calibration.paired_run import Pair
 from compresskit.quant.calibration.rows import shuffled_parts
 from compresskit.quant.calibration.soft_rounding import SoftRounding, fit_scale_
 from compresskit.quant.model import Quantized
-from compresskit.quant.numerics.quantizers import LEARNED_DOWN_TO, ActivationQuantizer, BiasQuantizer, Quantizer, WeightQuantizer
+from compresskit.quant.numerics.quantizers import ActivationQuantizer, BiasQuantizer, Quantizer, WeightQuantizer
+from compresskit.quant.numerics.scheme import LEARNED_DOWN_TO
 from compresskit.quant.passes.rounding_boundaries import nudge_scales_
 
 log = logging.getLogger(__name__)
@@ -357,7 +358,11 @@ class _TrainedBlock:
         groups: list[dict[str, Any]] = [{"params": [soft.choice for soft in self.soft.values()], "lr": self.settings.rate}]
         if self.settings.weights_only:
             return groups
-        sized = [*(soft.scale for soft in self.soft.values()), *(a.scale for a in self.activations), *self.biases.values()]
+        sized = [
+            *(soft.scale for soft in self.soft.values()),
+            *(a.ratio for a in self.activations if a.ratio is not None),
+            *self.biases.values(),
+        ]
         return groups + [{"params": [p], "lr": BLOCK_SCALE_RATE * (float(p.detach().abs().mean()) or 1e-3)} for p in sized]
 
     def _undecided(self, power: float) -> Tensor:

@@ -93,9 +93,9 @@ def minimise_error_(
     generator = torch.Generator().manual_seed(seed)
     with mode(quantized, training=False), torch.enable_grad():
         for step in progress_bar(range(steps), desc="imitate the float model"):
-            part = int(torch.randint(len(error.batches), (), generator=generator))
+            part = int(torch.randint(len(error.batches), (), generator=generator, device="cpu"))
             count = row_count(error.batches[part])
-            rows = torch.randperm(count or 0, generator=generator)[:batch]
+            rows = torch.randperm(count or 0, generator=generator, device="cpu")[:batch]
             whole = count is None or len(rows) == count
             inputs, wanted = (error.batches[part], error.outputs[part]) if whole else error.rows_of(part, rows)
             outputs = error.outputs_of(call(quantized, inputs))
@@ -114,7 +114,7 @@ def minimise_error_(
                 for parameter, zero in zeros:
                     parameter.masked_fill_(zero, 0)
     for activation in quantized.activation_quantizers():
-        if isinstance(activation.scale, nn.Parameter):
+        if activation.ratio is not None:
             activation.learn_(on=False)
     quantized.make_room_for_biases_()
 
@@ -134,9 +134,9 @@ def _groups(quantized: Quantized, weight_rate: float, scale_rate: float) -> list
             groups.append({"params": [parameter], "lr": weight_rate * float(step.mean())})
             seen.add(id(parameter))
     for activation in quantized.activation_quantizers():
-        if isinstance(activation.scale, nn.Parameter):
-            groups.append({"params": [activation.scale], "lr": scale_rate * float(activation.scale.detach())})
-            seen.add(id(activation.scale))
+        if activation.ratio is not None:
+            groups.append({"params": [activation.ratio], "lr": scale_rate})
+            seen.add(id(activation.ratio))
     others = [p for p in quantized.parameters() if id(p) not in seen and p.is_floating_point()]
     return groups + [{"params": [p], "lr": scale_rate * (float(p.detach().abs().mean()) or 1e-3)} for p in others]
 

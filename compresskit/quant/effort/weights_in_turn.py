@@ -51,7 +51,7 @@ def round_weights_in_turn_(quantized: Quantized, batches: Sequence[Inputs]) -> i
 def _can_round(quantized: Quantized, layer: IntegerLayer) -> bool:
     scheme, weight = layer.quantizer.scheme, get_tensor(quantized.body, layer.weight)
     plain = layer.quantizer.axis == 0 and scheme.symmetric and not scheme.binary and weight.is_floating_point()
-    return plain and math.prod(weight.shape[1:]) <= MOST_INPUTS and not isinstance(layer.quantizer.scale, torch.nn.Parameter)
+    return plain and math.prod(weight.shape[1:]) <= MOST_INPUTS and layer.quantizer.ratio is None
 
 
 @dataclass(eq=False)
@@ -73,7 +73,8 @@ class _Moment:
         self.inputs = math.prod(x.shape[len(places) :]) // groups
         least, each = POSITIONS
         count, wanted = math.prod(places), math.ceil(share * max(least, each * self.inputs))
-        chosen = torch.arange(count) if count <= wanted else torch.randint(count, (wanted,), generator=generator)
+        drawn = torch.randint(count, (wanted,), generator=generator, device="cpu") if count > wanted else None
+        chosen = torch.arange(count, device="cpu") if drawn is None else drawn
         rows = x[torch.unravel_index(chosen, places)].unflatten(1, (groups, -1)).transpose(0, 1).flatten(2).float()
         self.total = (0 if self.total is None else self.total) + second_moment(rows)
         self.positions += len(chosen)

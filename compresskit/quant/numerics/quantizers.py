@@ -25,13 +25,12 @@ from compresskit.quant.numerics.scheme import (
     anchored,
     channelwise,
     fake_quantize,
-    kept_above,
+    learned_scale,
     row_of,
     signs,
     to_integers,
 )
 
-LEARNED_DOWN_TO = 1 / 64  # of its first value a learned scale has at least: at zero no step of training would reach it any more
 LARGEST_BIAS = 2.0**31 - 2**8  # in steps: the largest fp32 below 2^31 that int32 can hold
 
 
@@ -73,14 +72,15 @@ class ActivationQuantizer(Quantizer):
     anchor: a number that must be exactly representable, see `placement.QuantizationPoint`.
     label: name of the operator whose result is rounded, for messages.
 
-    `observing`: the observer sees the values that pass, and in train mode the range follows it. `learn_` makes the scale a
-    parameter, which counts as `least` where it is trained below that.
+    ratio: of the scale to the buffer `scale`, a parameter, while `learn_` has it learned; else None (see `learned_scale`).
+
+    `observing`: the observer sees the values that pass, and in train mode the range follows it.
     """
 
     of_activations = True
     scale: Tensor
     zero_point: Tensor
-    least: Tensor
+    ratio: nn.Parameter | None
     offset: nn.Parameter | None
 
     def __init__(
@@ -94,9 +94,9 @@ class ActivationQuantizer(Quantizer):
         super().__init__()
         self.scheme, self.observer, self.clamp, self.anchor, self.label = scheme, observer, clamp, anchor, label
         self.observing = False
-        self.register_buffer("scale", torch.tensor(1.0))
+        self.register_buffer("scale", torch.tensor(1.0, dtype=torch.float32))
         self.register_buffer("zero_point", torch.tensor(0, dtype=torch.int32))
-        self.register_buffer("least", torch.tensor(0.0), persistent=False)
+        self.register_parameter("ratio", None)
         self.register_parameter("offset", None)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class ActivationQuantizer(Quantizer):
             self.observer.update(self._observed(x.detach()))
             self.freeze_range_()
         factor = 1.0
-        if self.scale.requires_grad:
+        if self.ratio is not None:
             factor = (x.numel() / max(1, x.shape[0]) * self.scheme.high) ** -0.5 if x.ndim else 1.0
         scale = self.effective_scale()
         if self.offset is not None:
@@ -139,7 +139,8 @@ class ActivationQuantizer(Quantizer):
     def clipped(self, x: Tensor) -> Tensor:
         """A value of any shape within the range, not rounded."""
         low, high = (end - int(self.zero_point) for end in (self.scheme.low, self.scheme.high))
-        return x.clamp(low * float(self.scale), high * float(self.scale))
+        scale = float(self.effective_scale().detach())
+        return x.clamp(low * scale, high * scale)
 
     def following(self) -> list[Tensor]:
         """The ends that a moving average follows in training."""
@@ -150,8 +151,8 @@ class ActivationQuantizer(Quantizer):
 
     def effective_scale(self) -> Tensor:
         """The scale that rounding uses; a learned one is kept well above zero."""
-        if isinstance(self.scale, nn.Parameter):
-            return kept_above(self.scale, self.least)
+        if self.ratio is not None:
+            return learned_scale(self.ratio, self.scale)
         # The scale of a quantizer called several times changes between the calls; each needs its own for the gradient.
         return self.scale.clone() if self.observing else self.scale
 
@@ -167,7 +168,6 @@ class ActivationQuantizer(Quantizer):
         else:
             scale, zero_point = anchored(low[0], high[0], self.scheme, self.anchor)
         self.scale.copy_(scale)
-        self.least.copy_(scale * (LEARNED_DOWN_TO if isinstance(self.scale, nn.Parameter) else 0))
         self.zero_point.copy_(zero_point)
 
     def _check(self, low: float, high: float) -> None:
@@ -177,7 +177,7 @@ class ActivationQuantizer(Quantizer):
             )
 
     def learn_(self, on: bool = True, *, offset: bool = False) -> None:
-        """Make the scale a parameter with its present value, or a buffer again. A scale with an anchor stays a buffer.
+        """Let the scale be learned from its present value on, or make it a constant again. One with an anchor stays constant.
 
         offset: learn the end of the range at the smallest integer, too, where no activation function sets it (LSQ+).
         """
@@ -187,45 +187,28 @@ class ActivationQuantizer(Quantizer):
         if on and offset and self.anchor is None and self.clamp is None and not self.scheme.symmetric:
             self.offset = nn.Parameter(((self.scheme.low - self.zero_point) * self.scale).detach().clone())
         if self.anchor is None:
-            scale = self.effective_scale().detach().clone()
-            self.least.copy_(scale * (LEARNED_DOWN_TO if on else 0))
-            _replace_tensor(self, "scale", nn.Parameter(scale) if on else scale)
+            self.scale.copy_(self.effective_scale().detach())
+            self.ratio = nn.Parameter(torch.ones_like(self.scale)) if on else None
 
     def extra_repr(self) -> str:
         sign = "int" if self.scheme.signed else "uint"
-        return f"{sign}{self.scheme.bits}, scale={self.scale.item():.4g}, zero_point={self.zero_point.item()}"
+        return f"{sign}{self.scheme.bits}, scale={self.effective_scale().item():.4g}, zero_point={self.zero_point.item()}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ActivationQuantizer:
         new = ActivationQuantizer(self.scheme, copy.deepcopy(self.observer, memo), self.clamp, self.anchor, self.label)
         new.observing, new.enabled = self.observing, self.enabled
-        _replace_tensor(new, "scale", copy.deepcopy(self.scale, memo))
-        new.offset = copy.deepcopy(self.offset, memo)
-        new.zero_point, new.least = self.zero_point.clone(), self.least.clone()
+        new.ratio, new.offset = copy.deepcopy(self.ratio, memo), copy.deepcopy(self.offset, memo)
+        new.scale, new.zero_point = self.scale.clone(), self.zero_point.clone()
         new.training = self.training
         memo[id(self)] = new
         return new
 
 
-def _replace_tensor(module: nn.Module, name: str, value: Tensor) -> None:
-    """Replace a buffer by a parameter of the same name, or the other way round.
-
-    Such a buffer is the first one: averages of a model and its copies pair their buffers in order.
-    """
-    delattr(module, name)
-    if isinstance(value, nn.Parameter):
-        module.register_parameter(name, value)
-        return
-    others = dict(module._buffers)
-    module._buffers.clear()
-    module.register_buffer(name, value)
-    module._buffers.update(others)
-
-
 class WeightQuantizer(Quantizer):
     """Rounds a weight, with scales from the extremes of each channel along `axis`, recomputed whenever the weight changes.
 
-    scale: of each channel, or one; 0 while it follows the weight. `learn_` makes it a parameter, `fix_scale_` sets a constant.
-    least: what a learned scale counts as where it is trained below that.
+    scale: of each channel, or one; 0 while it follows the weight. `fix_scale_` sets a constant.
+    ratio: of the scale to the buffer `scale`, a parameter, while `learn_` has it learned; else None (see `learned_scale`).
     min_scale: lower bound of each scale. Where the weights of a channel are tiny, the bias, in steps of their scale, would
         exceed int32.
     scale_factor: factor of each scale, 1 or slightly more, that keeps results away from rounding boundaries (see
@@ -235,7 +218,7 @@ class WeightQuantizer(Quantizer):
     """
 
     scale: Tensor
-    least: Tensor
+    ratio: nn.Parameter | None
     min_scale: Tensor
     scale_factor: Tensor
     correction: Tensor | None
@@ -245,8 +228,8 @@ class WeightQuantizer(Quantizer):
         self.scheme, self.axis, self.packing = scheme, axis, packing
         self.register_buffer("correction", None)
         for name, value in (("scale", 0.0), ("min_scale", 0.0), ("scale_factor", 1.0)):
-            self.register_buffer(name, torch.full((channels,) if scheme.per_channel else (), value))
-        self.register_buffer("least", torch.zeros_like(self.scale), persistent=False)
+            self.register_buffer(name, torch.full((channels,) if scheme.per_channel else (), value, dtype=torch.float32))
+        self.register_parameter("ratio", None)
 
     def pack_(self, packing: PairPacking | None, weight: Tensor) -> None:
         """Let the pairs of one more layer that reads the weight fit; None of a layer that adds none."""
@@ -284,8 +267,8 @@ class WeightQuantizer(Quantizer):
 
     def _chosen(self, scale: Tensor) -> Tensor:
         """The learned or fixed scale, or, where there is none, the given one of the weight."""
-        if isinstance(self.scale, nn.Parameter):
-            return kept_above(self.scale, self.least).maximum(self.min_scale) * self.scale_factor
+        if self.ratio is not None:
+            return learned_scale(self.ratio, self.scale).maximum(self.min_scale) * self.scale_factor
         return torch.where(self.scale > 0, self.scale, scale).maximum(self.min_scale) * self.scale_factor
 
     def _mean_size(self, weight: Tensor) -> Tensor:
@@ -332,21 +315,19 @@ class WeightQuantizer(Quantizer):
         self.forget_correction_()
 
     def learn_(self, weight: Tensor, on: bool = True) -> None:
-        """Make the scale a parameter (LSQ), or a constant again.
+        """Let the scale be learned (LSQ), or make it a constant again.
 
         The first value is 2 mean|w| / sqrt(largest integer) (Esser et al., arXiv 1902.08153, section 2.1), or the scale of the
         extremes where that is smaller, as it is for 8 bits. Of one bit it is mean|w| (Rastegari et al., arXiv 1603.05279).
         """
         scale = self.qparams(weight)[0].detach()
-        if on and self.scheme.binary:
-            scale = nn.Parameter(scale)
-        elif on:
+        if on and not self.scheme.binary:
             axes = [d for d in range(weight.ndim) if d != self.axis] if self.scheme.per_channel else list(range(weight.ndim))
             mean = weight.detach().float().abs().mean(axes)
             first = 2 * mean / self.scheme.high**0.5
-            scale = nn.Parameter(torch.where(first > 0, torch.minimum(first, scale), scale))
-        self.least.copy_(scale.detach() * (LEARNED_DOWN_TO if on else 0))
-        _replace_tensor(self, "scale", scale)
+            scale = torch.where(first > 0, torch.minimum(first, scale), scale)
+        self.scale.copy_(scale)
+        self.ratio = nn.Parameter(torch.ones_like(self.scale)) if on else None
         self.scale_factor.fill_(1)
 
     def keep_nonzero_(self, weight: Tensor, mask: Tensor) -> None:

@@ -104,7 +104,7 @@ class PairPacking:
         integers = (integers if correction is None else integers.add_(correction)).clamp_(scheme.low, scheme.high)
         if all(bool(torch.maximum(total.amax(), -total.amin()) <= PAIR_LIMIT) for total in self.sums(integers)):
             return integers, []
-        return self.fit(integers, exact + zero)
+        return self.fit(integers, exact)
 
     def balance(self, exact: Tensor, scheme: Scheme) -> Tensor:
         """Which weights to round the other way, so that the errors of each kernel sum to at most half a step (SQuant, Guo et al.,
@@ -201,7 +201,6 @@ class FitPairs(torch.autograd.Function):
         return moved
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if not ctx.changed:
             return grad, None, None, None

@@ -11,6 +11,8 @@ from torch.autograd.function import BackwardCFunction
 
 from compresskit.base.errors import SettingError
 
+LEARNED_DOWN_TO = 1 / 64  # of its first value a learned scale has at least: at zero no step of training would reach it any more
+
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
@@ -215,7 +217,6 @@ class _RoundToGrid(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, scale, y = ctx.saved_tensors
         if x is None:
@@ -268,7 +269,6 @@ class _RoundToSign(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, scale = ctx.saved_tensors
         passed = grad * (x.abs() < 1.5 * scale)
@@ -279,21 +279,28 @@ class _RoundToSign(torch.autograd.Function):
         return passed, (total * ctx.gradient_scale).to(scale.dtype).view_as(scale), None
 
 
-def kept_above(scale: Tensor, least: Tensor) -> Tensor:
-    """A learned scale, where it is smaller than `least` that; there it gets only the gradient of steps that enlarge it."""
-    return _KeptAbove.apply(scale, least)  # type: ignore[no-any-return, no-untyped-call]
+def learned_scale(ratio: Tensor, first: Tensor) -> Tensor:
+    """A scale that is learned as its ratio to its first value, and is kept above 1/64 of it: ratio * first.
+
+    The steps of Adam are as large as its rate, however small the gradient, and a scale of 8 bits is as small as such a step: the
+    rate must be relative to it (Jain et al., 1903.08066, learn the logarithm for this reason). The gradient is that of the scale,
+    which LSQ scales to be as large as those of the weights, and not `first` times that: gradients may be clipped by their norm.
+
+    Args:
+        ratio, first: (channels,) or a scalar, 1 and the scale before the training.
+    """
+    return _LearnedScale.apply(ratio, first)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _KeptAbove(torch.autograd.Function):
-    """max(scale, least), for which torch's own gradient is 0 below: a scale that gets there would never come back."""
+class _LearnedScale(torch.autograd.Function):
+    """max(ratio, 1/64) * first, for which torch's own gradient is 0 below: a scale that gets there would never come back."""
 
     @staticmethod
-    def forward(ctx: Any, scale: Tensor, least: Tensor) -> Tensor:
-        ctx.save_for_backward(scale < least)
-        return torch.maximum(scale, least)
+    def forward(ctx: Any, ratio: Tensor, first: Tensor) -> Tensor:
+        ctx.save_for_backward(ratio < LEARNED_DOWN_TO)
+        return first * ratio.clamp(min=LEARNED_DOWN_TO)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (below,) = ctx.saved_tensors
         return torch.where(below, grad.clamp(max=0), grad), None

@@ -156,7 +156,6 @@ class _ScaledBatchNorm(torch.autograd.Function):
         return _normalize(y, mean, spread, weight, bias), mean, variance
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         y, weight, bias, mean, spread = ctx.saved_tensors if ctx.unpacked is None else ctx.unpacked
         ctx.unpacked = None
@@ -182,7 +181,6 @@ class _ShiftedOnly(torch.autograd.Function):
         return _shift(y, shift)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         y, weight, shift, mean, spread = ctx.saved_tensors if ctx.unpacked is None else ctx.unpacked
         ctx.unpacked = None

@@ -61,16 +61,14 @@ class ProgressiveBits:
         """Restore what `resume_state` returned; the scales are in the model's own state."""
         for (quantizer, scheme), bits in zip(self.last, state, strict=True):
             quantizer.scheme = replace(scheme, bits=bits)
-            quantizer.least.mul_(_first_scale(quantizer.scheme) / _first_scale(scheme))
 
 
 @torch.no_grad()
 def _change_(quantizer: ActivationQuantizer | WeightQuantizer, scheme: Scheme) -> None:
     """Take another format, in place; a learned scale changes as its first value would (1902.08153, section 2.1)."""
     before, quantizer.scheme = quantizer.scheme, scheme
-    if isinstance(quantizer.scale, torch.nn.Parameter):
-        for value in (quantizer.scale, quantizer.least):
-            value.mul_(_first_scale(scheme) / _first_scale(before))
+    if quantizer.ratio is not None:
+        quantizer.scale.mul_(_first_scale(scheme) / _first_scale(before))
         if isinstance(quantizer, ActivationQuantizer):
             middle = quantizer.zero_point.float() * scheme.high / before.high
             quantizer.zero_point.copy_(middle.round())

@@ -170,8 +170,8 @@ def test_dropout_of_recurrent_layers_is_said(caplog) -> None:
 def test_learned_scales_come_back_from_below_zero(bits, caplog, tmp_path) -> None:
     """A step of an optimizer may be larger than a scale, which then had no gradient any more, and left a bias no room."""
     quantized = prepare_qat(network(), [X], learned=True, bits=ck.quant.Bits(weights=bits, activations=bits))
-    scales = [q.scale for q in quantized.activation_quantizers()] + [q.scale for q, _ in quantized.rounded_weights()]
-    first = [scale.detach().clone() for scale in scales]
+    quantizers = [*quantized.activation_quantizers(), *(q for q, _ in quantized.rounded_weights())]
+    first, scales = [q.scale.clone() for q in quantizers], [q.ratio for q in quantizers]
     with torch.no_grad():
         for scale in scales:
             scale.fill_(-1e-3)
