@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import linecache
 import re
 import traceback
 import warnings
@@ -110,14 +111,13 @@ def capture(model: nn.Module, example: AnyInputs, *, inside: str | None = None, 
         module = graph_of(program, type(model).__name__)
         shapes = _node_shapes(module, example)
     names = tuple(n.name for n in module.graph.nodes if n.op == "placeholder" and n.name in shapes)
-    varying = tuple(_varying(model, example, dynamic).values())
     return Captured(
         module=module,
         prefix=prefix,
         example=example,
         inputs=names,
         dynamic=dynamic,
-        varying=varying,
+        varying=tuple(_varying(model, example, dynamic).values()),
         shapes=shapes,
         renamed={there: here for here, there in reserved_names(model).items()},
     )
@@ -233,7 +233,7 @@ def trace(model: nn.Module, example: Inputs, dynamic: Dynamic) -> tuple[torch.ex
         compared = given if batch_size(given) > 1 else example  # a graph with a dynamic batch may want two rows
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's, of projections
-            check_padded_outputs(call_unmoved(model, compared)[0], call(program.module(), compared))
+            check_padded_outputs(lambda: call_unmoved(model, compared)[0], lambda: call(program.module(), compared))
     drop_idle_squeezes_(program.graph_module)  # where a size is 1, it differs from the model, of which is warned
     warn_of_conditions(program, model, example, varying)
     vars(program).update({"_guards_code": []} if "_guards_code" in vars(program) else {})  # fails on `forward(**batch)`
@@ -370,6 +370,8 @@ def _advice(error: BaseException) -> str:
             "nn.Transformer looks at the values of a mask to see whether it is the causal one. Tell it: forward(src, tgt,"
             " tgt_mask=mask, tgt_is_causal=True), or False for another mask; of an encoder, is_causal=True."
         )
+    if isinstance(error, OSError | ImportError):  # no fault of the model
+        return "Let torch find what it reads there; if the working directory was deleted, change to another by os.chdir(...)."
     if re.search(r"match hidden\d? batch size|Expected hidden", str(error)):
         return (
             "The rows of a state are not in its first dimension. Give them the name of the input's:"
@@ -389,8 +391,6 @@ def _blame(error: BaseException) -> str:
     while trace is not None:
         code = trace.tb_frame.f_code
         if not code.co_filename.startswith(ours) and "torch/" not in code.co_filename:
-            import linecache
-
             line = linecache.getline(code.co_filename, trace.tb_lineno).strip()
             where = f"\n  at {code.co_filename}:{trace.tb_lineno} in {code.co_name}: {line}"
         trace = trace.tb_next

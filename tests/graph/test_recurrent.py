@@ -224,6 +224,24 @@ def test_what_no_graph_knows_of_a_packed_sequence_is_refused(way, read, message,
         capture(model, example) if way == "capture" else ck.export_onnx(model, tmp_path / "model.onnx", example)
 
 
+class Drawn(nn.Module):
+    """A packed sequence, and dropout that is always on, as in Tacotron 2 and in Monte Carlo dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.LSTM(5, 6, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor, on: bool = True) -> Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first=True)
+        outputs, _ = pad_packed_sequence(self.cells(packed)[0], batch_first=True)
+        return nn.functional.dropout(outputs, 0.5, training=on)
+
+
+def test_a_packed_sequence_beside_random_numbers_is_captured() -> None:
+    model, example = Drawn().eval(), (torch.randn(3, 4, 5), torch.tensor([4, 2, 1]))
+    torch.testing.assert_close(capture(model, example).module(*example), model(*example, on=False))
+
+
 class Highest(nn.Module):
     """The largest outputs of each row, with zeros for padding: more padding counts where all are below zero."""
 
