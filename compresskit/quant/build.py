@@ -55,6 +55,7 @@ def build_quantized(
     merges: Sequence[MergedLayer] | None = None,
     prepared: tuple[Captured, Origin] | None = None,
     separate: Callable[[Captured, Placement, Scheme], Mapping[str, str]] | None = None,
+    share: Callable[[Captured, Placement, Scheme], Placement] | None = None,
 ) -> Quantized:
     """Capture a float model, fold BatchNorm, place and insert quantizers; the model itself is not changed.
 
@@ -73,6 +74,7 @@ def build_quantized(
             capturing the model once more; without `trainable`.
         separate: names what one scale for joined values would destroy, by a placement, and is asked again after each change of
             that; it stays float, too (`measured_placement.joined_values`). None leaves it to `floating`.
+        share: makes one group of more values of the last placement (`measured_placement.repeated_calls`). None leaves them.
 
     Raises ModelError where nothing of the model runs in integers on the target or, with `strict`, a layer or an operator could
     not.
@@ -86,7 +88,7 @@ def build_quantized(
         floating = {**_sensitive_ends(captured.module.graph), **(floating or {})}
     if adjust is not None:
         adjust(captured)
-    placement, floating = _placed(captured, target, skip, floating or {}, bits, separate)
+    placement, floating = _placed(captured, target, skip, floating or {}, bits, separate, share)
     origin = replace(origin, floating=dict(floating), bits=bits)
     if not placement.integer:
         raise ModelError(f"{type(model).__name__}: {target.name} can run none of its operators in integers:\n{placement}")
@@ -105,8 +107,9 @@ def _placed(
     floating: Mapping[str, str],
     bits: BitWidths,
     separate: Callable[[Captured, Placement, Scheme], Mapping[str, str]] | None,
+    share: Callable[[Captured, Placement, Scheme], Placement] | None,
 ) -> tuple[Placement, Mapping[str, str]]:
-    """The placement, and what is left float besides what the rules leave so, with what `separate` names."""
+    """The placement, as `share` joins its groups, and what is left float besides what the rules leave so, as `separate` names."""
     scheme = replace(target.activations, bits=bits_of_layer(bits, "").activations or target.activations.bits)
     placement = place_quantizers(captured.module.graph, target, skip=skip, floating=floating)
     while separate is not None and placement.integer and (found := separate(captured, placement, scheme)):
@@ -115,7 +118,7 @@ def _placed(
         if not again.integer or again == placement:
             break
         placement, floating = again, more
-    return placement, floating
+    return placement if share is None else share(captured, placement, scheme), floating
 
 
 def _refuse_float_operators(placement: Placement) -> None:

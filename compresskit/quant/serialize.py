@@ -70,6 +70,7 @@ def rebuild(model: nn.Module, saved: dict[str, Any]) -> Quantized:
         bits = bits_from_record(origin["bits"]) if "bits" in origin else TARGET_BITS
         merges = tuple(MergedLayer(*map(str, merge)) for merge in origin.get("merges", ()))
         zeros = {str(name): str(reason) for name, reason in placement["floating"].items()}
+        groups = {str(point["node"]): int(point["group"]) for point in placement["points"]}
     except (KeyError, TypeError, ValueError, AttributeError, SettingError) as error:
         raise CheckpointError(f"not the record of a quantized model: {type(error).__name__} {error}") from None
     settings: dict[str, Any] = {"skip": skip, "dynamic": dynamic, "merges": merges}
@@ -80,7 +81,16 @@ def rebuild(model: nn.Module, saved: dict[str, Any]) -> Quantized:
         elif "plan" in saved:
             quantized = rebuild_weights(model, example, origin, saved["plan"], **settings)
         elif how is None:
-            quantized = build_quantized(model, example, target, MinMax, floating=floating, bits=bits, **settings)
+            quantized = build_quantized(
+                model,
+                example,
+                target,
+                MinMax,
+                floating=floating,
+                bits=bits,
+                share=lambda _, placed, __: placed.with_groups(groups),
+                **settings,
+            )
         else:
             operators, weights = tuple(map(str, how["operators"])), how["weights"] and Scheme(**how["weights"])
             quantized = build_dynamic(model, example, target, weights=weights, operators=operators, floating=floating, **settings)

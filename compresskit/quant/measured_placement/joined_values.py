@@ -115,7 +115,7 @@ class SeparateScales:
 
     def _found(self, captured: Captured, placement: Placement, scheme: Scheme, concats: list[Node]) -> dict[str, str]:
         if not self._ranges:
-            self._measure(captured, placement)
+            self._ranges, self._batches = shown_ranges(captured, placement, self._shown())
         for groups in (None, self._groups(placement)):
             # Operands that a concatenation itself joins first; then those that share their scale by way of others.
             found: dict[str, str] = {}
@@ -127,29 +127,13 @@ class SeparateScales:
                 return found
         return {}
 
-    def _measure(self, captured: Captured, placement: Placement) -> None:
-        """Find the smallest and the largest value of each node on the batches shown."""
-        macs = sum(cost.macs for cost in placement.costs.values())
-        rows = max(SHOWN_ROWS[0], min(SHOWN_ROWS[1], int(SHOWN_MACS / max(1, macs))))
-        self._batches = _rows_alike(captured, self._shown(), rows)
-
-        def visit(node: Node, value: Any) -> None:
-            if node.op == "output" or not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
-                return
-            low, high = (float(end) for end in torch.aminmax(value.detach()))
-            self._ranges[node.name] = _union([self._ranges.get(node.name, (low, high)), (low, high)])
-
-        with torch.no_grad():
-            for inputs in self._batches:
-                run_graph(captured.module, pytree.tree_leaves(inputs), visit)
-
     def _groups(self, placement: Placement) -> dict[str, Range]:
         """The range of the scale that each rounded value shares with others."""
         groups: dict[int, list[str]] = {}
         for point in placement.points:
             groups.setdefault(point.group, []).append(point.node)
         return {
-            name: _union([self._ranges[other] for other in names if other in self._ranges])
+            name: union_of([self._ranges[other] for other in names if other in self._ranges])
             for names in groups.values()
             for name in names
         }
@@ -161,12 +145,12 @@ class SeparateScales:
         """
         leaves = {leaf: self._ranges[leaf.name] for leaf in _leaves(node) if leaf.name in self._ranges}
         more = [groups[source.name] for leaf in leaves for source in _makers_of(leaf) if source.name in groups] if groups else []
-        joint = _union([*leaves.values(), *more])
-        width, steps = _width(joint, scheme), scheme.high - scheme.low
+        joint = union_of([*leaves.values(), *more])
+        width, steps = width_of(joint, scheme), scheme.high - scheme.low
         narrow = {
             leaf: steps * own / width
             for leaf, ends in leaves.items()
-            if 0 < (own := _width(ends, scheme)) < NARROW_SHARE * width and steps * own / width < NARROW_STEPS
+            if 0 < (own := width_of(ends, scheme)) < NARROW_SHARE * width and steps * own / width < NARROW_STEPS
         }
         return _Joined(node, leaves, narrow, joint) if narrow and math.isfinite(width) else None
 
@@ -220,6 +204,24 @@ class SeparateScales:
         if not poor and not (floats and nothing and part > LEAST_PART):
             return ""
         return f"it reads what {joined.node.name} joins: {joined.fewest}, and its result {one:.1f} dB"
+
+
+def shown_ranges(captured: Captured, placement: Placement, batches: Iterable[Inputs]) -> tuple[dict[str, Range], list[Inputs]]:
+    """The smallest and the largest value of each node on some rows of batches, and these rows."""
+    macs = sum(cost.macs for cost in placement.costs.values())
+    rows = max(SHOWN_ROWS[0], min(SHOWN_ROWS[1], int(SHOWN_MACS / max(1, macs))))
+    shown, ranges = _rows_alike(captured, batches, rows), dict[str, Range]()
+
+    def visit(node: Node, value: Any) -> None:
+        if node.op == "output" or not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
+            return
+        low, high = (float(end) for end in torch.aminmax(value.detach()))
+        ranges[node.name] = union_of([ranges.get(node.name, (low, high)), (low, high)])
+
+    with torch.no_grad():
+        for inputs in shown:
+            run_graph(captured.module, pytree.tree_leaves(inputs), visit)
+    return ranges, shown
 
 
 def scales_apart(shown: Callable[[], Iterable[Inputs]], settings: CalibratedSettings) -> SeparateScales | None:
@@ -368,11 +370,12 @@ def _losses(
     return decibels(power, one), decibels(power, each), without / max(power, 1e-300)
 
 
-def _union(ranges: Sequence[Range]) -> Range:
+def union_of(ranges: Sequence[Range]) -> Range:
+    """The range that holds all of them; (0, 0) of none."""
     return min((low for low, _ in ranges), default=0.0), max((high for _, high in ranges), default=0.0)
 
 
-def _width(ends: Range, scheme: Scheme) -> float:
+def width_of(ends: Range, scheme: Scheme) -> float:
     """Width of the range of a scale that holds these values, and zero."""
     low, high = min(ends[0], 0.0), max(ends[1], 0.0)
     return 2 * max(-low, high) if scheme.symmetric else high - low

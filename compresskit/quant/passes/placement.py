@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
@@ -97,6 +97,12 @@ class Placement:
             for p in self.points
         ]
         return {"target": self.target, "integer": self.integer, "floating": self.floating, "points": points}
+
+    def with_groups(self, groups: Mapping[str, int]) -> Placement:
+        """The placement with other groups of its points, by the names of their nodes; itself where those are other nodes."""
+        if groups.keys() != {point.node for point in self.points}:
+            return self
+        return replace(self, points=tuple(replace(point, group=groups[point.node]) for point in self.points))
 
 
 def place_quantizers(

@@ -37,6 +37,7 @@ from compresskit.quant.calibrated import (
 from compresskit.quant.calibration.layer_outputs import integer_layers
 from compresskit.quant.measured_placement.joined_values import scales_apart, shown_batches
 from compresskit.quant.measured_placement.latency_search import measured_choice
+from compresskit.quant.measured_placement.repeated_calls import SharedScales
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.bit_widths import refuse_one_bit
 from compresskit.quant.numerics.observers import MinMax, MovingAverage
@@ -113,6 +114,7 @@ def _prepare_model(model: nn.Module, batches: Batches, settings: QATSettings, wh
         refuse_one_bit(settings.bits, where)
     choice = measured_choice(module, example, settings)
     first, data = shown_batches(data)
+    shown = partial(inputs_to_quantize, model, first, settings.inside)
     quantized = build_quantized(
         module,
         example,
@@ -124,7 +126,8 @@ def _prepare_model(model: nn.Module, batches: Batches, settings: QATSettings, wh
         strict=settings.strict,
         bits=settings.bits,
         trainable=True,
-        separate=scales_apart(lambda: inputs_to_quantize(model, first, settings.inside), settings),
+        separate=scales_apart(shown, settings),
+        share=SharedScales(shown),
     )
     _refuse_zeros_in_one_bit(quantized, where)
     quantized.origin = replace(quantized.origin, measured=choice.record)
