@@ -68,39 +68,42 @@ class Factored(nn.Sequential):
     """Two to four layers in the place of a linear layer or a convolution: a product of low rank.
 
     Of a linear layer, and of a convolution of size 1x1: inputs to rank, rank to outputs. Of another convolution, Tucker-2: 1x1 to
-    the first rank, the convolution from the first rank to the second, 1x1 to the outputs; or CP, with one rank: 1x1 to the rank,
-    a column of the window and a row of it for each channel alone, 1x1 to the outputs. The last one has the bias.
+    the first rank, the convolution from the first rank to the second, 1x1 to the outputs; or, over two dimensions, CP, with one
+    rank: 1x1 to the rank, a column of the window and a row of it for each channel alone, 1x1 to the outputs. The last one has the
+    bias.
     """
 
     of: dict[str, Any] | None = None  # the record of the merged convolution in whose place it stands
 
     @staticmethod
-    def like(layer: nn.Linear | nn.Conv2d, ranks: tuple[int, ...]) -> Factored:
+    def like(layer: nn.Linear | nn.Conv1d | nn.Conv2d, ranks: tuple[int, ...]) -> Factored:
         """Factors of these ranks for a layer; their weights are still to be set.
 
         Args:
             layer: linear, or a convolution of one group.
-            ranks: (rank,), or (inputs, outputs) for a convolution larger than 1x1, for which (rank,) is CP.
+            ranks: (rank,), or (inputs, outputs) for a convolution larger than 1x1, for which (rank,) is CP where it is over two
+                dimensions.
         """
         made = Factored._like(layer, ranks)
         made.of = layer.record() if isinstance(layer, Merged) else None
         return made
 
     @staticmethod
-    def _like(layer: nn.Linear | nn.Conv2d, ranks: tuple[int, ...]) -> Factored:
+    def _like(layer: nn.Linear | nn.Conv1d | nn.Conv2d, ranks: tuple[int, ...]) -> Factored:
         bias, place = layer.bias is not None, Place(device=layer.weight.device, dtype=layer.weight.dtype)
         outputs, inputs = layer.weight.shape[:2]
         if isinstance(layer, nn.Linear):
             return Factored(nn.Linear(inputs, ranks[0], False, **place), nn.Linear(ranks[0], outputs, bias, **place))
         conv: Any = layer  # torch's stubs take pairs, where the attributes are tuples of any length
         moves = (conv.kernel_size, conv.stride, conv.padding, conv.dilation, 1, False, conv.padding_mode)
-        last = nn.Conv2d(ranks[-1], outputs, 1, bias=bias, **place)
+        kind: Any = nn.Conv1d if isinstance(layer, nn.Conv1d) else nn.Conv2d
+        last = kind(ranks[-1], outputs, 1, bias=bias, **place)
         if math.prod(layer.kernel_size) == 1:
-            return Factored(nn.Conv2d(inputs, ranks[0], *moves, **place), last)
-        first = nn.Conv2d(inputs, ranks[0], 1, bias=False, **place)
+            return Factored(kind(inputs, ranks[0], *moves, **place), last)
+        first = kind(inputs, ranks[0], 1, bias=False, **place)
         if len(ranks) == 1:
             return Factored(first, *(_along_axis(conv, ranks[0], axis, place) for axis in (0, 1)), last)
-        return Factored(first, nn.Conv2d(ranks[0], ranks[1], *moves, **place), last)
+        return Factored(first, kind(ranks[0], ranks[1], *moves, **place), last)
 
     def record(self) -> dict[str, Any]:
         """The present ranks as plain data."""
@@ -366,14 +369,14 @@ def _factor_(model: nn.Module, path: str, here: nn.Module, ranks: Any) -> None:
     """Put factors of these ranks into the place of a layer that is not factored yet; of others the shapes are set later."""
     if isinstance(here, Factored):
         return
-    if not isinstance(here, nn.Linear | nn.Conv2d):
+    if not isinstance(here, nn.Linear | nn.Conv1d | nn.Conv2d):
         raise CheckpointError(
             f"{path}: the record says a layer of low rank, the model has {type(here).__name__}; it is of another model"
         )
     outputs, inputs = here.weight.shape[:2]
-    tucker = isinstance(here, nn.Conv2d) and math.prod(here.kernel_size) > 1
+    tucker = not isinstance(here, nn.Linear) and math.prod(here.kernel_size) > 1
     most = (inputs, outputs) if tucker else (min(inputs, outputs),)
-    if tucker and isinstance(ranks, list) and len(ranks) == 1:
+    if isinstance(here, nn.Conv2d) and tucker and isinstance(ranks, list) and len(ranks) == 1:
         most = (most_cp_rank(here.weight.shape),)
     fits = isinstance(ranks, list) and len(ranks) == len(most)
     if not fits or not all(_is_count(r) and 1 <= r <= m for r, m in zip(ranks, most, strict=True)):

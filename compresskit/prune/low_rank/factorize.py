@@ -1,9 +1,9 @@
 """Closed-form factors of low rank for linear layers and convolutions, from weights and statistics of their inputs.
 
 A linear layer W that reads inputs of covariance C keeps the outputs' r main directions U: W ~ U (U' W), the matrix of rank r
-whose outputs are nearest (with C = 1, the truncated SVD). A convolution is factored in its output and in its input channels,
-Tucker-2 (Kim et al., 1511.06530): 1x1 to r_in channels, k x k to r_out, 1x1 to the outputs; or by CP, see `cp`. One of size 1x1
-counts as linear.
+whose outputs are nearest (with C = 1, the truncated SVD). A convolution over one dimension or two is factored in its output and
+in its input channels, Tucker-2 (Kim et al., 1511.06530): 1x1 to r_in channels, k x k to r_out, 1x1 to the outputs; or, over two,
+by CP, see `cp`. One of size 1x1 counts as linear.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from compresskit.prune.low_rank.cp import CPFactors, cp_factors, weighted_energy
 
 DAMPING = 1e-5  # fraction of the mean variance of the inputs that is added to each
 
-FactorableLayer = nn.Linear | nn.Conv2d
+SCARCE = 2  # positions for each input of a weight below which their covariance is not taken as it is
+
+FactorableLayer = nn.Linear | nn.Conv1d | nn.Conv2d
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +52,7 @@ class Spectrum:
 
 def is_tucker(layer: FactorableLayer) -> bool:
     """Whether a layer is a convolution of several positions, which is factored in inputs and outputs."""
-    return isinstance(layer, nn.Conv2d) and math.prod(layer.kernel_size) > 1
+    return not isinstance(layer, nn.Linear) and math.prod(layer.kernel_size) > 1
 
 
 def is_cp(layer: FactorableLayer, ranks: tuple[int, ...]) -> bool:
@@ -73,6 +75,8 @@ def spectrum(layer: FactorableLayer, statistics: InputStatistics | None) -> Spec
         if layer.bias is not None:  # the bias takes the mean
             mean = (statistics.total / statistics.rows).to(flat)
             moment = moment - torch.outer(mean, mean)
+        if are_scarce(layer, statistics.rows):
+            moment = _shrunk(moment, statistics.rows)
         moment = moment + DAMPING * moment.diagonal().mean().clamp(min=1e-12) * torch.eye(len(moment)).to(moment)
     values, outputs = _descending(flat @ moment @ flat.T)
     if not is_tucker(layer):
@@ -95,6 +99,23 @@ def spectrum(layer: FactorableLayer, statistics: InputStatistics | None) -> Spec
     )
 
 
+def are_scarce(layer: FactorableLayer, rows: int) -> bool:
+    """Whether so many positions are too few to tell which directions a layer's inputs never take."""
+    return rows < SCARCE * layer.weight[0].numel()
+
+
+def _shrunk(moment: Tensor, rows: int) -> Tensor:
+    """A sample covariance moved towards equal variances, the further the fewer rows it is of (Chen et al., 0907.4698, eq. 23).
+
+    Of n rows it has rank n: every layer of such inputs would seem to lose nothing at that rank.
+    """
+    size = len(moment)
+    trace, squares = float(moment.trace()), float(moment.square().sum())
+    spread = (rows + 1 - 2 / size) * (squares - trace**2 / size)
+    part = min(1.0, ((1 - 2 / size) * squares + trace**2) / spread) if spread > 0 else 1.0
+    return (1 - part) * moment + part * trace / size * torch.eye(size).to(moment)
+
+
 def _descending(matrix: Tensor) -> tuple[Tensor, Tensor]:
     values, vectors = torch.linalg.eigh((matrix + matrix.T) / 2)
     return values.flip(0), vectors.flip(1)
@@ -113,18 +134,18 @@ def factored(layer: FactorableLayer, ranks: tuple[int, ...], directions: Spectru
     if is_cp(layer, ranks):
         return _finished(made, layer, _set_cp_(made, layer, ranks[0], directions), directions)
     outputs = directions.outputs[:, : ranks[-1]]
-    core = torch.einsum("or,oikl->rikl", outputs, weight) if weight.ndim == 4 else outputs.T @ weight
+    core = torch.tensordot(outputs.T, weight, 1)
     first: Any = made[0]
     if directions.inputs is None or directions.inverse is None:
         first.weight.copy_(core)
         whole = torch.tensordot(outputs, core, 1)
     else:
         inputs, inverse = directions.inputs[: ranks[0]], directions.inverse[:, : ranks[0]]
-        core = torch.einsum("oikl,ir->orkl", core, inverse)
-        first.weight.copy_(inputs[:, :, None, None])
+        core = torch.einsum("oi...,ir->or...", core, inverse)
+        first.weight.copy_(inputs.view(first.weight.shape))
         middle: Any = made[1]
         middle.weight.copy_(core)
-        whole = torch.einsum("or,rskl,si->oikl", outputs, core, inputs)
+        whole = torch.einsum("or,rs...,si->oi...", outputs, core, inputs)
     last: Any = made[-1]
     last.weight.copy_(outputs.view(last.weight.shape))
     return _finished(made, layer, whole, directions)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from compresskit.base.budget import Budget, Quantity, check_budget, takes_budget
 from compresskit.base.errors import CheckpointError, DataError, ModelError, SettingError, named_first_line
@@ -27,6 +29,7 @@ from compresskit.prune.evidence import watched_calls
 from compresskit.prune.low_rank.factorize import (
     FactorableLayer,
     Spectrum,
+    are_scarce,
     cp_of,
     factored,
     is_cp,
@@ -39,8 +42,10 @@ Method = Literal["tucker", "cp", "auto"]
 RANK_QUANTITIES: tuple[Quantity, ...] = ("macs", "parameters")  # that a budget of ranks may be one of
 SEALED_RANKS = ("lines", "sizes")  # what a plan of ranks changes, whose digest it has
 CP_COSTS = (0.9, 0.7, 0.5, 0.35, 0.2)  # fractions of a convolution's cost at which CP is tried
-VARIANCE_LEVELS = [2.0**-k for k in range(1, 21)]  # fractions of a mode's variance that the ranks to choose from lose
+SAVINGS = [k / 40 for k in range(40)]  # fractions of a convolution's cost that the ranks to choose from save, or more
 MOST_WHOLE_LAYERS = 6  # layers that a refusal lists
+NOT_CALLED = "its weights are read without calling it, or not at all"
+NOT_REACHED = "no position of the example reaches it; give an example that does"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +53,8 @@ class RankLine:
     """What a plan does to one layer. ranks: (rank,), or (inputs, outputs) of Tucker-2. full: what loses nothing.
 
     lost: fraction of the variance of its output. macs, macs_before: of the layer, for one sample.
+    positions: at which data showed its inputs, where that is less than twice the inputs of its weights, so that the fit is partly
+        that of the weights alone; None where it is enough, or where no data were asked for.
     """
 
     layer: str
@@ -56,6 +63,7 @@ class RankLine:
     lost: float
     macs: int
     macs_before: int
+    positions: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,13 +84,18 @@ class RankPlan:
         head = f"{self.macs / max(1, self.macs_before):.1%} of {self.macs_before / 1e6:.2f} M MACs stay; {len(self.lines)} layers"
         rows = [
             f"  {line.layer}: {self._kind(line)}rank {' x '.join(map(str, line.ranks))} of {' x '.join(map(str, line.full))},"
-            f" {line.macs / line.macs_before:.0%} of its MACs, {line.lost:.1%} of its variance lost"
+            f" {line.macs / max(1, line.macs_before):.0%} of its MACs, {line.lost:.1%} of its variance lost{self._scarcity(line)}"
             for line in self.lines
         ]
         return "\n".join([head, *rows, *(f"  {name} stays: {reason}" for name, reason in self.locked.items())])
 
     def _kind(self, line: RankLine) -> str:
         return "CP of " if len(line.ranks) == 1 and math.prod(self.sizes[line.layer][2:]) > 1 else ""
+
+    def _scarcity(self, line: RankLine) -> str:
+        if line.positions is None:
+            return ""
+        return f" (of {line.positions} positions, few for {math.prod(self.sizes[line.layer][1:])} inputs; give more batches)"
 
     def apply_(self, model: nn.Module, batches: Iterable[AnyInputs] | None = None) -> nn.Module:
         """Put the factors in the place of every layer, in place, and return the model.
@@ -104,7 +117,7 @@ class RankPlan:
                     f"{name}: the plan was made for a layer with weights {shape}, this {type(model).__name__} has"
                     f" {found or 'no such layer'}; apply the plan to a model of the same class"
                 )
-        spectra = _spectra(model, list(self.sizes), batches)
+        spectra = _spectra(model, self.sizes, _statistics(model, self.sizes, batches))
         for line in self.lines:
             made = factored(_layer(model, line.layer), line.ranks, spectra[line.layer])
             replace_module_(model, line.layer, made)
@@ -141,8 +154,9 @@ def plan_ranks(
 ) -> RankPlan:
     """Decide which layers become products of low rank. The model is not changed: `RankPlan.apply_` does that.
 
-    Greedily, the next step is the one that loses the least variance of a layer's output for what it saves. A layer is factored
-    only where that saves. Factors of full rank give what the layer gives.
+    Greedily, the next step is the one that loses the least variance of a layer's output for what it saves; in the end, steps that
+    later ones made needless are taken back. A layer is factored only where that saves. Factors of full rank give what the layer
+    gives.
 
     Args:
         model: a float model. example: its inputs, a tensor or a tuple or mapping of inputs.
@@ -150,9 +164,9 @@ def plan_ranks(
         batches: inputs without labels: variance is then that of the outputs on data; None takes that of the weights.
         round_to: ranks stay multiples of this where they are larger.
         ignore: dotted names of modules that stay, with all layers inside.
-        method: for convolutions larger than 1x1: "tucker" (Tucker-2); "cp" (CP, where the window is larger than 1 in both
-            directions); or "auto", both, with CP where it loses less than any Tucker-2 that saves as much, which takes longer.
-            All other layers have one form.
+        method: for convolutions larger than 1x1 over two dimensions: "tucker" (Tucker-2); "cp" (CP, where the window is larger
+            than 1 in both directions); or "auto", both, with CP where it loses less than any Tucker-2 that saves as much, which
+            takes longer. All other layers have one form.
 
     Raises:
         SettingError: a setting is out of range.
@@ -163,7 +177,10 @@ def plan_ranks(
     check_prunable(model, inputs, "plan_ranks")
     locked: dict[str, str] = {}
     layers = _factorable(model, inputs, tuple(ignore), locked)
-    spectra = _spectra(model, list(layers), batches)
+    missed = [name for name, reason in locked.items() if reason in (NOT_CALLED, NOT_REACHED)]
+    statistics = _statistics(model, [*layers, *missed], batches)
+    locked |= {name: "only batches reach it, not the example; give an example that does" for name in missed if name in statistics}
+    spectra = _spectra(model, layers, statistics)
     options = {name: _options(layer, shape, spectra[name], budget, round_to, method) for name, (layer, shape) in layers.items()}
     locked |= {name: "no rank saves anything" for name, found in options.items() if not found}
     whole = count_macs(model, inputs)
@@ -175,16 +192,26 @@ def plan_ranks(
             f"{type(model).__name__}: wanted {budget.kept:.1%} of the {budget.quantity}, only {left / total:.1%} can be reached"
             f" by low rank; whole layers: {'; '.join(some) or 'none'}; ask for less, or remove channels with Prune"
         )
-    lines = [_line(name, *layers[name], option) for name, option in chosen.items()]
-    saved = sum(line.macs_before - line.macs for line in lines)
+    seen = {name: statistics[name].rows if name in statistics else 0 for name in chosen} if batches is not None else {}
+    lines = [_line(name, *layers[name], option, seen.get(name)) for name, option in chosen.items()]
+    saved = sum(
+        _cost(*layers[name], None, "macs") - _cost(*layers[name], option.ranks, "macs") for name, option in chosen.items()
+    )
     sizes = {line.layer: tuple(_layer(model, line.layer).weight.shape) for line in lines}
-    return RankPlan(lines=tuple(lines), sizes=sizes, macs=whole - saved, macs_before=whole, locked=locked)
+    return RankPlan(lines=tuple(lines), sizes=sizes, macs=round(whole - saved), macs_before=whole, locked=locked)
 
 
-def _line(name: str, layer: FactorableLayer, positions: _Positions, option: _Option) -> RankLine:
-    before, after = (_cost(layer, positions, ranks, "macs") for ranks in (None, option.ranks))
-    full = _full_ranks(layer, option.ranks)
-    return RankLine(layer=name, ranks=option.ranks, full=full, lost=option.lost, macs=after, macs_before=before)
+def _line(name: str, layer: FactorableLayer, positions: _Positions, option: _Option, seen: int | None) -> RankLine:
+    before, after = (round(_cost(layer, positions, ranks, "macs")) for ranks in (None, option.ranks))
+    return RankLine(
+        layer=name,
+        ranks=option.ranks,
+        full=_full_ranks(layer, option.ranks),
+        lost=option.lost,
+        macs=after,
+        macs_before=before,
+        positions=seen if seen is not None and are_scarce(layer, seen) and _takes_data(layer) else None,
+    )
 
 
 def _full_ranks(layer: FactorableLayer, ranks: tuple[int, ...]) -> tuple[int, ...]:
@@ -214,11 +241,14 @@ class _Option:
 
 @dataclass(frozen=True, kw_only=True)
 class _Positions:
-    """Positions, for one sample, at which a layer reads its inputs and gives its outputs; between: rows given, columns read."""
+    """Positions, for one sample, at which a layer reads its inputs and gives its outputs; between: rows given, columns read.
 
-    read: int
-    made: int
-    between: int = 0
+    They are fractions where not every sample reaches the layer, as an expert of a mixture.
+    """
+
+    read: float
+    made: float
+    between: float = 0
 
 
 def _layer(model: nn.Module, name: str) -> FactorableLayer:
@@ -234,9 +264,10 @@ def _factorable(
     layers: dict[str, FactorableLayer] = {}
     owners = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
     names = Counter(id(m) for _, m in model.named_modules(remove_duplicate=False))
+    inside = {id(part) for m in model.modules() if parametrize.is_parametrized(m) for part in _children(m, "parametrizations")}
     for name, module in model.named_modules():
         if not isinstance(module, FactorableLayer):
-            if name and any(p is not None and sum(size > 1 for size in p.shape) > 1 for p in module._parameters.values()):
+            if name and id(module) not in inside and _has_matrices(module):
                 locked[name] = f"{type(module).__name__} is not factored"
             continue
         if not name:
@@ -248,19 +279,23 @@ def _factorable(
         else:
             layers[name] = module
     positions: dict[str, _Positions] = {}
+    empty: set[str] = set()
 
     def visit(path: str, module: Any, x: Any, out: Any) -> None:
+        if not x.numel():  # an expert to which nothing was sent
+            empty.add(path)
+            return
         made, read = out.numel() // module.weight.shape[0], x.numel() // module.weight.shape[1]
         before = positions.get(path, _Positions(read=0, made=0))
         rows = batch_size(inputs)
         between = made // out.shape[-1] * x.shape[-1]
         positions[path] = _Positions(
-            read=before.read + read // rows, made=before.made + made // rows, between=before.between + between // rows
+            read=before.read + read / rows, made=before.made + made / rows, between=before.between + between / rows
         )
 
     with watched_calls(model, list(layers), visit), torch.no_grad(), mode(model, training=False):
         call(model, inputs)
-    locked |= dict.fromkeys(layers.keys() - positions.keys(), "its weights are read without calling it, or not at all")
+    locked |= {name: NOT_REACHED if name in empty else NOT_CALLED for name in layers if name not in positions}
     called = {name: (layer, positions[name]) for name, layer in layers.items() if name in positions}
     rows = few_rows(model, inputs, 2)
     if _trial(model, rows, list(called)) is None:
@@ -270,15 +305,29 @@ def _factorable(
     return {name: found for name, found in called.items() if failures[name] is None}
 
 
+def _children(module: nn.Module, name: str) -> Iterable[nn.Module]:
+    return module.get_submodule(name).modules()
+
+
+def _has_matrices(module: nn.Module) -> bool:
+    """Whether a module has weights of two dimensions or more of its own, or makes them of those of a parametrization."""
+    own = [p for p in module._parameters.values() if p is not None]
+    if parametrize.is_parametrized(module):
+        own += [p for part in _children(module, "parametrizations") for p in part.parameters()]
+    return any(sum(size > 1 for size in p.shape) > 1 for p in own)
+
+
 def _why_whole(name: str, module: FactorableLayer, ignore: tuple[str, ...]) -> str | None:
     """Why a layer cannot be factored, judging by itself; None where it can."""
     if any(name == other or name.startswith(f"{other}.") for other in ignore):
         return "ignore="
-    if type(module) not in (nn.Linear, nn.Conv2d):
-        return f"it is a {type(module).__name__}, a class of its own or with a parametrization"
+    if parametrize.is_parametrized(module):
+        return f"it is a {type(module).__name__}, which has a parametrization; parametrize.remove_parametrizations makes it plain"
+    if type(module) not in get_args(FactorableLayer):
+        return f"it is a {type(module).__name__}, a class of its own"
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
         return "it has hooks of its own"
-    return f"{module.groups} groups" if isinstance(module, nn.Conv2d) and module.groups > 1 else None
+    return f"{module.groups} groups" if not isinstance(module, nn.Linear) and module.groups > 1 else None
 
 
 def _trial(model: nn.Module, inputs: Inputs, names: list[str]) -> str | None:
@@ -295,18 +344,30 @@ def _trial(model: nn.Module, inputs: Inputs, names: list[str]) -> str | None:
     return training_failure(model, small, inputs)
 
 
-def _spectra(model: nn.Module, names: list[str], batches: Iterable[AnyInputs] | None) -> dict[str, Spectrum]:
-    statistics: dict[str, InputStatistics] = {}
-    if batches is not None and names:
-        read = [f"{name}.weight" for name in names if _layer(model, name).weight[0].numel() <= MOST_COLUMNS]
-        statistics = input_statistics(model, read, each_inputs(batches, "low rank"))
-        if read and not statistics:
-            raise DataError("low rank: no batch of calibration data was given; pass batches=None to fit the weights alone")
-    return {name: spectrum(_layer(model, name), statistics.get(f"{name}.weight")) for name in names}
+def _takes_data(layer: FactorableLayer) -> bool:
+    """Whether a layer is fitted to data, where there are some, and not too wide for that."""
+    return layer.weight[0].numel() <= MOST_COLUMNS
 
 
-def _cost(layer: FactorableLayer, positions: _Positions, ranks: tuple[int, ...] | None, quantity: str) -> int:
-    """MACs of one sample, or weights, of a layer (ranks=None) or of its factors."""
+def _statistics(model: nn.Module, names: Collection[str], batches: Iterable[AnyInputs] | None) -> dict[str, InputStatistics]:
+    """Statistics of the inputs of layers, by the layer's name; without those that no batch reaches."""
+    read = [f"{name}.weight" for name in names if _takes_data(_layer(model, name))]
+    if batches is None or not read:
+        return {}
+    stream = each_inputs(batches, "low rank")
+    first = next(stream, None)
+    if first is None:
+        raise DataError("low rank: no batch of calibration data was given; pass batches=None to fit the weights alone")
+    found = input_statistics(model, read, itertools.chain([first], stream))
+    return {name.removesuffix(".weight"): statistics for name, statistics in found.items()}
+
+
+def _spectra(model: nn.Module, names: Collection[str], statistics: Mapping[str, InputStatistics]) -> dict[str, Spectrum]:
+    return {name: spectrum(_layer(model, name), statistics.get(name)) for name in names}
+
+
+def _cost(layer: FactorableLayer, positions: _Positions, ranks: tuple[Any, ...] | None, quantity: str) -> Any:
+    """MACs of one sample, or weights, of a layer (ranks=None) or of its factors; of tensors of ranks, as they broadcast."""
     outputs, inputs = layer.weight.shape[:2]
     kernel = layer.weight[0, 0].numel()
     read, made, between = (positions.read, positions.made, positions.between) if quantity == "macs" else (1, 1, 1)
@@ -324,7 +385,7 @@ def _options(
     layer: FactorableLayer, positions: _Positions, directions: Spectrum, budget: Budget, round_to: int, method: Method
 ) -> list[_Option]:
     """Ranks that save something, from the least lost to the most saved."""
-    if not is_tucker(layer) or method == "tucker":
+    if method == "tucker" or not is_tucker(layer) or isinstance(layer, nn.Conv1d):
         return _closed_form(layer, positions, directions, budget, round_to)
     terms = _cp_options(layer, positions, directions, budget, round_to)
     if method == "cp":
@@ -361,18 +422,39 @@ def _closed_form(
     def rounded(rank: int, most: int) -> int:
         return min(most, max(1, rank) if rank <= round_to // 2 else -(-rank // round_to) * round_to)
 
-    tried: set[tuple[int, ...]]
+    tried: Iterable[tuple[int, ...]]
     if directions.energy_in is None:
         most = min(outputs, inputs)
         tried = {(rounded(rank, most),) for rank in range(1, most + 1)}
     else:
-        # Both modes lose the same fraction; every pair of ranks would be too many.
-        gone = [energy.flip(0).cumsum(0).flip(0) for energy in (directions.energy_in, directions.energy)]
-        tried = {tuple(rounded(int((left > level).sum()), len(left)) for left in gone) for level in VARIANCE_LEVELS}
+        choices = [sorted({rounded(rank, most) for rank in range(1, most + 1)}) for most in (inputs, outputs)]
+        costs = _cost(layer, positions, (torch.tensor(choices[0])[:, None], torch.tensor(choices[1])), budget.quantity)
+        tried = _least_lost_pairs(choices, directions, whole - costs.double(), whole)
     made = [
         _Option(ranks=r, lost=directions.lost(r), saved=float(whole - _cost(layer, positions, r, budget.quantity))) for r in tried
     ]
     return sorted((o for o in made if o.saved > 0), key=lambda o: o.saved)
+
+
+def _least_lost_pairs(choices: list[list[int]], directions: Spectrum, saved: Tensor, whole: float) -> set[tuple[int, ...]]:
+    """The ranks of Tucker-2 that lose least of all that save as much, for each of some savings.
+
+    saved: (input ranks, output ranks) what each pair saves of `whole`. All pairs would be too many to choose from; those whose
+    modes lose the same fraction would be too few in a narrow layer, where a rank has no more than a handful of values.
+    """
+    assert directions.energy_in is not None
+    rests = [
+        torch.cat([energy.flip(0).cumsum(0).flip(0), energy.new_zeros(1)])[chosen].cpu()
+        for energy, chosen in zip((directions.energy_in, directions.energy), choices, strict=True)
+    ]
+    lost = rests[0][:, None] + rests[1]
+    found: set[tuple[int, ...]] = set()
+    for level in SAVINGS:
+        enough = (saved > 0) & (saved >= level * whole)
+        if enough.any():
+            row, column = divmod(int(lost.masked_fill(~enough, math.inf).argmin()), len(choices[1]))
+            found.add((choices[0][row], choices[1][column]))
+    return found
 
 
 def _select(options: Mapping[str, list[_Option]], total: float, kept: float) -> tuple[dict[str, _Option], float]:
@@ -396,4 +478,11 @@ def _select(options: Mapping[str, list[_Option]], total: float, kept: float) -> 
         _, _, name, option = min(steps, key=lambda step: step[:3])
         left -= option.saved - chosen[name].saved
         chosen[name] = option
+    # What later steps made needless goes back, and the last steps may have saved more than was wanting.
+    for name in sorted(chosen, key=lambda name: -chosen[name].lost):
+        before = chosen[name]
+        milder = [o for o in (none, *options[name]) if before.saved - o.saved <= kept * total - left and o.lost < before.lost]
+        if milder:
+            chosen[name] = min(milder, key=lambda o: (o.lost, -o.saved))
+            left += before.saved - chosen[name].saved
     return {name: option for name, option in chosen.items() if option.ranks}, left

@@ -39,6 +39,33 @@ def test_budgets_are_met_as_counted(family, quantity) -> None:
         assert small(*image(rows)).shape == (rows, 10)
 
 
+def narrow_convolutions() -> nn.Module:
+    parts = [networks.conv(3, 16), networks.conv(16, 32, s=2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 5)]
+    return nn.Sequential(*parts).eval()
+
+
+def test_narrow_layers_lose_not_clearly_more_than_was_asked() -> None:
+    torch.manual_seed(0)
+    model, x, before = narrow_convolutions(), torch.randn(32, 3, 16, 16), 0.0
+    for kept in (0.95, 0.9, 0.8, 0.7, 0.6, 0.5):
+        plan = plan_ranks(model, x, ck.keep(macs=kept), batches=[x])
+        assert kept - 0.08 < plan.macs / plan.macs_before <= kept
+        lost = sum(line.lost for line in plan.lines)
+        assert lost >= before
+        before = lost
+
+
+@pytest.mark.parametrize("seed", [0, 5, 8, 23, 24])
+def test_no_layer_is_factored_needlessly(seed) -> None:
+    torch.manual_seed(seed)
+    widths = torch.randint(2, 9, (5,)).mul(8).tolist()[:4]
+    layers = [nn.Linear(i, o) for i, o in zip([16, *widths], [*widths, 8], strict=True)]
+    model, x = nn.Sequential(*[part for layer in layers for part in (layer, nn.ReLU())][:-1]).eval(), torch.randn(512, 16)
+    for kept in (0.95, 0.9, 0.8):
+        plan = plan_ranks(model, x, ck.keep(macs=kept), batches=[x])
+        assert all(plan.macs + line.macs_before - line.macs > kept * plan.macs_before for line in plan.lines)
+
+
 def test_a_plan_prints_serializes_and_applies_again() -> None:
     model = build(ResNet)
     plan = plan_ranks(model, image(2), ck.keep(macs=0.8), **WIDE)
