@@ -40,6 +40,7 @@ class HardCodedSize:
     """An operator that is given a size of a dimension with channels; the size may be a constant in the code or an attribute.
 
     path: the module whose code gives it. shape: of the result, with these labels.
+    given: False where its numbers are dimensions, as those of a transposition are: the code beside it may know the size.
     cut, position: the number of the cut that made it, and which of its parts it is. sizes: of all its parts.
     """
 
@@ -47,6 +48,7 @@ class HardCodedSize:
     labels: Tensor
     shape: tuple[int, ...]
     reason: str
+    given: bool = True
     cut: int | None = None
     position: int = 0
     sizes: tuple[int, ...] = ()

@@ -58,7 +58,7 @@ def resolve_constraints(propagation: ChannelPropagation, assumptions: Assumption
         if split.path in assumptions.tied_heads or isinstance(module, nn.MultiheadAttention):
             _tie_heads(propagation, assumptions, sets, split)
     for size in propagation.hard_coded_sizes:
-        if size.path in assumptions.locked_modules:
+        if size.given and size.path in assumptions.locked_modules:
             sets.lock(size.labels, f"{size.reason}{assumptions.locked_modules[size.path]}")
     for number in assumptions.fixed_cuts:
         sets.lock(propagation.cuts[number].labels, propagation.cuts[number].reason)

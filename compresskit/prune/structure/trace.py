@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from compresskit.base.errors import ModelError, named_first_line
 from compresskit.base.task import Inputs, batch_size, call, first_rows
 from compresskit.graph.capture import check_runs, inputs_inside
 from compresskit.graph.normalize import Node, aten
@@ -76,16 +77,18 @@ def trace_model(model: nn.Module, example: Inputs, *, inside: str | None = None)
 
     The run is in eval mode, on two samples where the model takes so few. Where that leaves parameters or buffers unread (heads,
     experts, branches, statistics that training writes), others follow: in train mode, on the whole example, and on the example
-    with its signs changed. Raises ModelError where the model does not run on the example.
+    with its signs changed. Raises ModelError where the model does not run on the example, or not in inference mode.
     """
     whole_model, whole_example = model, example
     try:
         with torch.no_grad(), mode(whole_model, training=False), state_restored(whole_model):
             if inside is not None:
+                _check_inference_mode(model, example)  # in which a plan is proved on the whole model
                 model, example = inputs_inside(model, example, inside)
             trace = _first_trace(model, example, inside or "")
     except Exception:
         check_runs(whole_model, whole_example)  # explains what is wrong with the example, where it is the example
+        _check_inference_mode(whole_model, whole_example)
         raise
     others = [(True, repeat_rows(trace.example)), (False, example), (False, _negated(example)), (True, repeat_rows(example))]
     runs: list[Trace] = []
@@ -103,6 +106,20 @@ def _first_trace(model: nn.Module, example: Inputs, prefix: str) -> Trace:
         return _trace_run(model, first_rows(example, 2), prefix)
     except Exception:
         return _trace_run(model, example, prefix)
+
+
+def _check_inference_mode(model: nn.Module, example: Inputs) -> None:
+    """Raise ModelError for a model that runs, but not in inference mode, as one that takes gradients in its forward pass."""
+    try:
+        with torch.random.fork_rng(), torch.inference_mode(), mode(model, training=False), state_restored(model):
+            call(model, example)
+    except Exception as error:
+        check_runs(model, example)
+        raise ModelError(
+            f"{type(model).__name__} runs on the example, but not in torch.inference_mode, in which channels are found and proved"
+            f" ({named_first_line(error)}); wanted a forward pass without gradients of its own (torch.autograd.grad): prune the"
+            " part that it differentiates as a model of its own, with that part's inputs as the example"
+        ) from error
 
 
 def _unread(model: nn.Module, runs: Sequence[Trace]) -> dict[str, tuple[int, ...]]:

@@ -163,7 +163,7 @@ class TrialRepair:
                 yield replace(self.assumptions, attributes=self.assumptions.attributes | attributes)
             heads = self.assumptions.whole_heads ^ splits
             yield replace(self.assumptions, tied_heads=self.assumptions.tied_heads - splits, whole_heads=heads)
-        sizes = {s.path for s in self.propagation.hard_coded_sizes if s.path in paths}
+        sizes = {s.path for s in self.propagation.hard_coded_sizes if s.given and s.path in paths}
         if sizes - set(self.assumptions.locked_modules):
             why = f"; a copy that was cut there did not run ({reason.partition(': ')[2]})"
             yield replace(

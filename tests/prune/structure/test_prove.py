@@ -104,6 +104,23 @@ def test_what_only_training_computes_is_compared() -> None:
     assert "failed its proof (in train mode removed is not zeroed" in refused_reason(model, *image(2))
 
 
+@pytest.mark.parametrize("before", [False, True], ids=["eval", "train"])
+def test_statistics_that_one_mode_alone_takes_lock_nothing(before) -> None:
+    """The zeroed model leaves out its zeros in the calls of eval mode, which are others in train mode then."""
+
+    class OneMore(nn.Sequential):
+        def forward(self, x):
+            h = self[0](x).movedim(1, -1)
+            if self.training is before:
+                other = h if before else x
+                h = h + F.layer_norm(other, other.shape[-1:]).mean()
+            return self[1](F.layer_norm(h, h.shape[-1:]).movedim(-1, 1))
+
+    torch.manual_seed(0)
+    model = OneMore(nn.Conv2d(3, 48, 3, bias=False), nn.Conv2d(48, 8, 1)).eval()
+    assert plan_channels(model, image(2), budget=keep(macs=0.5)).remove
+
+
 @pytest.mark.parametrize("noise", [torch.randn_like, lambda h: F.dropout(h, 0.5)], ids=["noise", "dropout"])
 def test_noise_locks_nothing_and_buffers_stay(noise) -> None:
     class Noisy(nn.Sequential):

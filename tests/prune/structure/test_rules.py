@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import networks
 import pytest
@@ -13,7 +14,7 @@ from pruned import assert_equals_zeroed, built, cut, planned
 from torch import nn
 from torchvision.ops import DeformConv2d
 
-from compresskit import count_macs, keep
+from compresskit import count_macs, keep, remove
 from compresskit.base.errors import ModelError
 from compresskit.prune import apply_, plan_channels
 from compresskit.prune.structure.rules.base import PROPAGATION_RULES, rule_for
@@ -193,6 +194,112 @@ class GroupsDeformed(special.Images):
 def test_channels_that_are_moved_in_other_ways_are_kept_and_named(model, reason) -> None:
     plan = planned(model.eval(), macs=0.9)
     assert any(reason in locked for locked in plan.locked), plan.locked
+
+
+class Unpooled(nn.Module):
+    """An encoder whose pooling says to the decoder where the largest values were, as in SegNet (1511.00561)."""
+
+    def __init__(self, dims=2):
+        super().__init__()
+        layer = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+        self.pool, self.unpool = ((getattr(nn.functional, f"max_{n}pool{dims}d")) for n in ("", "un"))
+        self.a, self.b, self.c, self.head = (layer(i, o, 3, padding=1) for i, o in ((3, 16), (16, 24), (24, 16), (16, 5)))
+
+    def forward(self, x):
+        x = self.a(x)
+        y, where = self.pool(x, 2, return_indices=True)
+        return self.head(self.unpool(self.c(self.b(y).relu()), where, 2, output_size=x.shape))
+
+
+class Windows(special.Images):
+    """Layers that read windows and make windows, which are added up."""
+
+    def __init__(self):
+        super().__init__(24)
+        self.a, self.across = special.conv(16, 16), nn.Conv1d(16 * 9, 24 * 9, 1)
+
+    def body(self, x):
+        y = nn.functional.unfold(self.a(x), 3, padding=1)
+        return nn.functional.fold(self.across(y).relu(), x.shape[2:], 3, padding=1)
+
+
+class GlobalFilter(special.Tokens):
+    """Tokens are mixed by learned factors of their frequencies (2107.00645)."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.factors = nn.LayerNorm(32), nn.Parameter(torch.randn(2, 2, 32, 2))
+
+    def body(self, x):
+        grid = torch.fft.rfft2(self.norm(x).unflatten(1, (2, 3)), dim=(1, 2), norm="ortho") * torch.view_as_complex(self.factors)
+        return x + torch.fft.irfft2(grid, s=(2, 3), dim=(1, 2), norm="ortho").flatten(1, 2)
+
+
+class Frequencies(special.Tokens):
+    def __init__(self, dim=1):
+        super().__init__()
+        self.dim, self.a = dim, nn.Linear(32, 32)
+
+    def body(self, x):
+        y = torch.view_as_real(torch.fft.fftshift(torch.fft.fft(self.a(x), dim=self.dim), dim=1))
+        y = torch.complex(y[..., 0], y[..., 1])
+        return torch.fft.ifft(y.conj() * y.abs(), dim=self.dim).real + y.imag
+
+
+class RotaryByComplex(special.SeparateAttention):
+    """Queries and keys are turned by their positions, in pairs that are complex numbers, as LLaMA has them (2302.13971)."""
+
+    def __init__(self):
+        super().__init__()
+        angles = torch.outer(torch.arange(6.0), 100 ** -torch.arange(0, 1, 2 / 8))
+        self.register_buffer("turns", torch.polar(torch.ones_like(angles), angles))
+
+    def turned(self, x):
+        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * self.turns).flatten(-2)
+
+    def body(self, x):
+        q, k, v = (f(x).unflatten(-1, (4, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return self.out(nn.functional.scaled_dot_product_attention(self.turned(q), self.turned(k), v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "tensors"),
+    [
+        (partial(Unpooled, 1), (2, 3, 8), [("a.weight", 0), ("c.weight", 0), ("head.weight", 1)]),
+        (Unpooled, (2, 3, 8, 8), [("a.weight", 0), ("c.weight", 0), ("head.weight", 1)]),
+        (partial(Unpooled, 3), (2, 3, 4, 4, 4), [("a.weight", 0), ("c.weight", 0), ("head.weight", 1)]),
+        (Windows, (2, 3, 8, 8), [("a.0.weight", 0), ("across.weight", 0), ("across.weight", 1), ("head.weight", 1)]),
+        (GlobalFilter, (2, 6, 8), [("factors", 2), ("norm.weight", 0), ("embed.weight", 0)]),
+        (Frequencies, (2, 6, 8), [("a.weight", 0), ("a.weight", 1)]),
+        (RotaryByComplex, (2, 6, 8), [("q.weight", 0), ("k.weight", 0), ("turns", 1)]),
+    ],
+    ids=["indices1d", "indices2d", "indices3d", "windows", "filter", "frequencies", "rotary"],
+)
+def test_a_channel_stays_a_channel(kind, shape, tensors) -> None:
+    torch.manual_seed(0)
+    model, x = kind().eval(), (torch.randn(shape),)
+    search = TrialRepair(model, x, inside=None, ignore=())
+    groups = search.find_groups(count_macs(model, x))
+    plan = trial_plan(groups)
+    assert all(plan.remove[name][dim] for name, dim in tensors)
+    assert groups.locked.keys() == {"an output of the model"}
+    assert_equals_zeroed(model, plan, x)
+    assert search.prove(plan, groups) is None
+
+
+def test_channels_that_a_transform_mixes_are_kept_and_named() -> None:
+    plan = plan_channels(Frequencies(dim=2).eval(), torch.randn(2, 6, 8), remove(channels=0.3), round_to=1)
+    assert plan.locked["fft_fft in the model mixes the channels"] == 32
+
+
+def test_a_norm_by_a_hook_has_the_advice_that_takes_it_away() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.utils.spectral_norm(nn.Linear(16, 16)), nn.Linear(16, 4)).eval()
+    advice = r"mv in 1 multiplies parameters.*; torch\.nn\.utils\.remove_spectral_norm makes them plain weights"
+    with pytest.raises(ModelError, match=advice):
+        plan_channels(model, torch.randn(2, 8), remove(channels=0.5))
+    nn.utils.remove_spectral_norm(model[1])
+    assert plan_channels(model, torch.randn(2, 8), remove(channels=0.5), round_to=1).remove["1.weight"]
 
 
 def test_an_unknown_operator_locks_its_channels_and_is_named() -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from compresskit import keep
 from compresskit.base.errors import ModelError
 from compresskit.prune import apply_, plan_channels
+from compresskit.prune.structure.plan import zero_
 
 
 def test_heads_that_only_training_runs_are_cut_too() -> None:
@@ -71,6 +72,33 @@ def test_examples_that_do_not_run_are_refused(x, message) -> None:
     with pytest.raises(ModelError, match=message):
         plan_channels(model, (x,), budget=keep(macs=0.5))
     assert_untouched(model, before)
+
+
+class Force(nn.Module):
+    """Minus the derivative of an energy, as models of molecules give it."""
+
+    def __init__(self):
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(3, 24), nn.SiLU(), nn.Linear(24, 1))
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_(True)
+            return -torch.autograd.grad(self.energy(x).sum(), x)[0]
+
+
+@pytest.mark.parametrize("inside", [None, "energy"])
+def test_a_model_that_takes_gradients_itself_is_refused_with_the_part_to_prune(inside) -> None:
+    torch.manual_seed(0)
+    model, x = Force(), torch.randn(8, 3)
+    message = r"^Force runs on the example, but not in torch\.inference_mode.*does not require grad.*prune the part that it"
+    with pytest.raises(ModelError, match=message):
+        plan_channels(model, x, keep(macs=0.6), inside=inside)
+    plan = plan_channels(model.energy, x, keep(macs=0.6), round_to=1)
+    wanted = zero_(copy.deepcopy(model.energy), plan)
+    apply_(model.energy, plan)
+    points = x.clone().requires_grad_()
+    torch.testing.assert_close(model(x), -torch.autograd.grad(wanted(points).sum(), points)[0])
 
 
 class Routed(nn.Sequential):

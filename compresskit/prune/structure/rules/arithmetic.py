@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from compresskit.graph.normalize import Node
 from compresskit.prune.structure.channel_sets import (
     UNCONSTRAINED,
     collapse,
@@ -12,16 +13,13 @@ from compresskit.prune.structure.channel_sets import (
     fixed_labels,
     varying_dims,
 )
-from compresskit.prune.structure.rules.base import OperatorCall, RuleResult, overloads, rule_for
+from compresskit.prune.structure.rules.base import IDENTITY_OPERATORS, OperatorCall, RuleResult, overloads, rule_for
 from compresskit.prune.structure.rules.computed_weights import combine_parameters, is_computed_weight, reduce_parameter
 from compresskit.prune.structure.rules.parameter_view import ParameterView
 from compresskit.prune.structure.rules.width_scaling import add_scaling_factor
 
-_IDENTITY_OPERATORS = """dropout feature_dropout alpha_dropout feature_alpha_dropout contiguous clone alias detach lift_fresh
- lift_fresh_copy to _to_copy type_as"""
 
-
-@rule_for(*overloads(_IDENTITY_OPERATORS))
+@rule_for(*overloads(IDENTITY_OPERATORS))
 def rule_identity(call: OperatorCall) -> RuleResult:
     """The same values, as far as channels are concerned."""
     return call.args[0]
@@ -33,7 +31,7 @@ _UNARY_OPERATORS = """relu relu6 hardtanh hardswish hardsigmoid silu gelu sigmoi
  isfinite logical_not bitwise_not zeros_like ones_like full_like empty_like rand_like randn_like fill zero"""
 _BINARY_OPERATORS = """add sub mul div maximum minimum pow where rsub atan2 fmod remainder lerp addcmul addcdiv true_divide
  multiply subtract divide floor_divide eq ne gt ge lt le logical_and logical_or bitwise_and bitwise_or __and__ __or__
- masked_scatter squared_difference hypot xlogy floor_divide"""
+ masked_scatter squared_difference hypot xlogy floor_divide complex polar"""
 
 
 @rule_for(*overloads(_UNARY_OPERATORS, _BINARY_OPERATORS))
@@ -44,28 +42,28 @@ def rule_elementwise(call: OperatorCall) -> RuleResult:
         return combine_parameters(call, values)
     states = _initial_states(call)
     result: Tensor | None = None
-    for value in (states.get(id(v), v) for v in values):
+    for value in values:
+        if id(value) in states:
+            value = torch.full((), UNCONSTRAINED).expand(value.shape)
         if isinstance(value, Tensor):
             result = value if result is None else join_broadcast(call, result, value)
     result = fixed_labels(call.shape) if result is None else result.expand(call.shape)
     for value in values:
         if isinstance(value, ParameterView):
             result = join_parameter(call, result, value)
-    if states:
-        call.add_given_size(result)
+    for made in states.values():
+        call.add_size_beside_blank(made, result)
     add_scaling_factor(call, result)
     return result
 
 
-def _initial_states(call: OperatorCall) -> dict[int, Tensor]:
-    """New labels, by the id of the old ones, of zeros or ones that meet channels: they take any width, as a first state does."""
+def _initial_states(call: OperatorCall) -> dict[int, Node]:
+    """Who made zeros or ones that meet channels, by the id of their labels: they take any width, as a first state does."""
     pairs = [(v, n) for v, n in zip(call.args, call.node.args, strict=True) if isinstance(v, Tensor)]
     if not any(bool((collapse_expanded(v) > 0).any()) for v, _ in pairs):
         return {}
     return {
-        id(v): torch.full((), UNCONSTRAINED).expand(v.shape)
-        for v, n in pairs
-        if call.is_blank(n) and bool((collapse_expanded(v) == 0).all())
+        id(v): made for v, n in pairs if (made := call.blank_behind(n)) is not None and bool((collapse_expanded(v) == 0).all())
     }
 
 
@@ -133,10 +131,10 @@ def _value_numbers(parameter: ParameterView) -> Tensor:
 
 
 _SPATIAL_OPERATORS = """avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d adaptive_avg_pool1d adaptive_avg_pool2d
- adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d max_pool2d_with_indices max_pool3d_with_indices
- upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d
- upsample_trilinear3d _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_bilinear2d_aa grid_sampler grid_sampler_2d
- reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d lp_pool2d max_unpool2d"""
+ adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d max_pool1d_with_indices max_pool2d_with_indices
+ max_pool3d_with_indices upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d
+ upsample_bicubic2d upsample_trilinear3d _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_bilinear2d_aa grid_sampler
+ grid_sampler_2d reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d lp_pool2d"""
 
 
 @rule_for(*overloads(_SPATIAL_OPERATORS), "torchvision.roi_align.default", "torchvision.roi_pool.default")
@@ -148,6 +146,16 @@ def rule_spatial(call: OperatorCall) -> RuleResult:
             call.sets.lock(other, f"read as positions by {call.where}")
     channels = 0 if call.has_one_result and "1d" in str(call.target) and len(x.shape) <= 2 else 1
     return call.expand_along(call.labels_along(x, channels), channels)
+
+
+@rule_for(*overloads("max_unpool2d max_unpool3d"))
+def rule_unpool(call: OperatorCall) -> RuleResult:
+    """(N, C, ...) and the indices of a max pooling to (N, C, more positions): they are positions within a channel."""
+    x, indices = call.args[:2]
+    channels = len(x.shape) - (4 if call.kind == "max_unpool3d" else 3)
+    of_values, of_indices = (call.labels_along(v, channels) for v in (x, indices))
+    reason = f"{call.where} reads values and indices of them, and those of one cannot be cut"
+    return call.expand_along(call.sets.join(of_values, of_indices, reason), channels)
 
 
 _SUMS = ("sum", "norm")

@@ -12,12 +12,13 @@ An operator without a rule locks every channel that reaches it: an unknown opera
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.graph.normalize import Node, aten
@@ -49,6 +50,18 @@ Labelled = Tensor | ParameterView
 #: What a rule returns: the labels of the result, or of each of several results; None where the result is no tensor.
 RuleResult = Labelled | Sequence[Labelled] | None
 
+#: Operators that give the same values, as far as channels are concerned.
+IDENTITY_OPERATORS = """dropout feature_dropout alpha_dropout feature_alpha_dropout contiguous clone alias detach lift_fresh
+ lift_fresh_copy to _to_copy type_as"""
+#: Operators that only move values, or copy them.
+MOVING_OPERATORS = """reshape view flatten unflatten permute transpose squeeze unsqueeze expand repeat t mT movedim moveaxis
+ pixel_unshuffle roll expand_as tile repeat_interleave view_as reshape_as swapaxes swapdims numpy_T atleast_2d _unsafe_view
+ adjoint unfold ravel"""
+#: Those of them whose numbers are dimensions or distances, and no sizes.
+_NAME_DIMS = frozenset("flatten permute transpose squeeze unsqueeze movedim moveaxis roll swapaxes swapdims".split())
+#: Operators whose results hold nothing but values of their first argument.
+_SAME_VALUES = frozenset(f"{IDENTITY_OPERATORS} {MOVING_OPERATORS} slice select narrow split unbind chunk zeros_like".split())
+
 
 class ChannelPropagation:
     """What propagation over a trace finds: the channel sets, the constraints on them, and what operators cost.
@@ -60,7 +73,8 @@ class ChannelPropagation:
     linear_layers: (path, labels of the outputs, labels of the inputs) of each linear layer. conv_layers: of each convolution.
     The rest is state of the propagation: `shapes` of the run at hand, whether it is the `main_run`, `calls` of each operator so
     far, `blank` nodes (tensors that were made to be written into and hold nothing yet), `products` that sum over channels,
-    `data_free` nodes (computed from nothing but parameters and constants).
+    `data_free` nodes (computed from nothing but parameters and constants), and, where two channels make a complex number, the
+    label of the `imaginary` part by that of the real one, which stands for both.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -83,6 +97,7 @@ class ChannelPropagation:
         self.blank: set[Node] = set()
         self.data_free: set[Node] = set()
         self.products: dict[Node, tuple[Tensor, int, bool]] = {}
+        self.imaginary: dict[int, int] = {}
         self._axis_labels: dict[tuple[str, int], Tensor] = {}
         self._axes_of_computed: set[tuple[str, int]] = set()
 
@@ -161,7 +176,11 @@ class OperatorCall:
     @property
     def where(self) -> str:
         """`add in layer1.0`: the operator as a person would look for it."""
-        return f"{self.kind} in {'.'.join(p for p in (self.state.trace.prefix, self.path) if p) or 'the model'}"
+        return self._where(self.node)
+
+    def _where(self, node: Node) -> str:
+        kind, path = operator_name(node.target).rstrip("_"), str(node.meta.get("path", ""))
+        return f"{kind} in {'.'.join(p for p in (self.state.trace.prefix, path) if p) or 'the model'}"
 
     @property
     def has_one_result(self) -> bool:
@@ -206,21 +225,55 @@ class OperatorCall:
         kind = operator_name(node.target).removeprefix("new_")
         return node in self.state.blank or kind in ("zeros", "ones", "empty", "full", "zeros_like")
 
+    def blank_behind(self, node: Any) -> Node | None:
+        """The node that made a blank tensor of which `node` is a copy, a view or a part, as of a first state; None for others.
+
+        A tensor into which values were written by way of a view is not blank.
+        """
+        made = None
+        while isinstance(node, fx.Node) and node.op == "call_function":
+            if self.is_blank(node):
+                made = node
+            if not _has_same_values(node):
+                break
+            node = node.args[0]
+        return None if made is None or _is_written_by_a_view(made) else made
+
     # -- labels of what it reads
 
     def labels_along(self, value: Any, dim: int) -> Tensor:
-        """One label for each index of `dim`; sets that share an index of it are joined."""
+        """One label for each index of `dim`; sets that share an index of it are joined.
+
+        A first state of zeros has labels of its own: what is read in its place in the next step says which channels they are.
+        """
         if isinstance(value, ParameterView):
             if (labels := self._channels_of_parameter(value, dim)) is not None:
                 return labels
             self.state.lock_tensor(value.name, "used as if it were an activation")
             return torch.zeros(value.shape[dim], dtype=torch.long)
+        if (made := self._blank_behind_labels(value)) is not None:
+            return self.labels_of_blank(made, tuple(value.shape), dim)
         size = value.shape[dim]
         rows = collapse(value).movedim(dim, 0)
         rows = rows.reshape(rows.shape[0], -1)
         if rows.shape[1] > 1:
             self.sets.join(rows[:, :1], rows, "positions of one channel that cannot all be cut")
         return (rows.amax(1) if rows.shape[1] else rows.new_zeros(len(rows))).expand(size)
+
+    def _blank_behind_labels(self, value: Tensor) -> Node | None:
+        """`blank_behind` of the argument that has these labels, where they are zeros."""
+        if bool((collapse_expanded(value) != 0).any()):
+            return None
+        labels, nodes = (pytree.tree_leaves(v) for v in ((self.args, self.kwargs), (self.node.args, self.node.kwargs)))
+        return next((self.blank_behind(n) for v, n in zip(labels, nodes, strict=True) if v is value), None)
+
+    def labels_of_blank(self, made: Node, shape: tuple[int, ...], dim: int) -> Tensor:
+        """(shape[dim],) new labels along a dimension of a blank tensor that `made` made, in this shape."""
+        if shape[dim] < 2:
+            return torch.zeros(shape[dim], dtype=torch.long)
+        labels = self.sets.fresh(shape[dim])
+        self.add_size_of_blank(made, expand_along(labels, dim, shape))
+        return labels
 
     def _channels_of_parameter(self, parameter: ParameterView, dim: int) -> Tensor | None:
         """Labels along a dimension of a parameter that is read as an activation, such as learned queries; the others stay."""
@@ -308,10 +361,24 @@ class OperatorCall:
 
     def add_given_size(self, labels: Tensor, how: str = "with a value of a size written in the code") -> None:
         """The code gives a size that the channels of the result have to have."""
+        self._add_size(self.path, labels, f"{self.where} {how}")
+
+    def add_size_beside_blank(self, made: Node, labels: Tensor) -> None:
+        """The channels of the result have to have the size that the code gives to a blank value that `made` made."""
+        self._add_size(str(made.meta.get("path", "")), labels, f"{self.where} with a value of a size written in the code")
+
+    def add_size_of_blank(self, made: Node, labels: Tensor) -> None:
+        """The code gives the size of a blank tensor with these channels; torch's own layers make theirs as wide as they are."""
+        path = str(made.meta.get("path", ""))
+        if not type(self.state.trace.module.get_submodule(path)).__module__.startswith("torch."):
+            width = collapse_expanded(labels).numel()
+            self._add_size(path, labels, f"{self._where(made)} makes a state of {width} channels, as the code says")
+
+    def _add_size(self, path: str, labels: Tensor, reason: str) -> None:
         small = collapse_expanded(labels)
         if bool((small > 0).any()):
-            reason = f"{self.where} {how}"
-            size = HardCodedSize(path=self.path, labels=small, shape=tuple(labels.shape), reason=reason)
+            given = self.kind not in _NAME_DIMS
+            size = HardCodedSize(path=path, labels=small, shape=tuple(labels.shape), reason=reason, given=given)
             self.state.hard_coded_sizes.append(size)
 
     def add_hard_coded_size_of(self, view: ParameterView) -> None:
@@ -377,6 +444,20 @@ def operator_name(target: Any) -> str:
     """`aten.add_.Tensor` to `add_`, and `torchvision.nms.default` to `nms`."""
     names = str(target).split(".")
     return names[min(1, len(names) - 1)]
+
+
+def _has_same_values(node: Node) -> bool:
+    """Whether an operator gives nothing but values of its first argument."""
+    return node.target is operator.getitem or operator_name(node.target) in _SAME_VALUES
+
+
+def _is_written_by_a_view(node: Node) -> bool:
+    """Whether values are written into a tensor where other tensors share its memory."""
+    return any(
+        (user.meta.get("aliased") and user.args[0] is node) or (_has_same_values(user) and _is_written_by_a_view(user))
+        for user in node.users
+        if user.op == "call_function"
+    )
 
 
 def tensor_leaves(value: Any) -> list[Labelled]:

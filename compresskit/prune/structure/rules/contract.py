@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from compresskit.graph.normalize import aten
 from compresskit.prune.structure.channel_sets import collapse, expand_along, fixed_labels, tighten, varying_dims
@@ -56,9 +57,8 @@ def labels_of_sum(call: OperatorCall, x: Tensor, dims: list[int]) -> Tensor:
 def contract(call: OperatorCall, a: Any, b: Any, letters: EinsumDims) -> RuleResult:
     """Labels of `einsum(f"{first},{second}->{out}", a, b)`, where one of the two may be a parameter."""
     if isinstance(a, ParameterView) and isinstance(b, ParameterView):
-        advice = "; parametrize.remove_parametrizations makes them plain weights" if "parametrizations" in call.where else ""
         return call.lock_inputs(
-            f"{call.where} multiplies parameters, as spectral_norm does: each channel changes all results{advice}"
+            f"{call.where} multiplies parameters, as spectral_norm does: each channel changes all results{_remedy(call)}"
         )
     if isinstance(a, ParameterView):
         return contract(call, b, a, EinsumDims(letters.second, letters.first, letters.out))
@@ -67,6 +67,15 @@ def contract(call: OperatorCall, a: Any, b: Any, letters: EinsumDims) -> RuleRes
     if isinstance(b, ParameterView):
         return _contract_parameter(call, a, b, letters)
     return _contract_activations(call, a, b, letters)
+
+
+def _remedy(call: OperatorCall) -> str:
+    """How weights that are computed anew in each run become plain ones; nothing where the user's own code computes them."""
+    if "parametrizations" in call.where:
+        return "; parametrize.remove_parametrizations makes them plain weights"
+    if any(isinstance(hook, SpectralNorm) for hook in call.module._forward_pre_hooks.values()):
+        return "; torch.nn.utils.remove_spectral_norm makes them plain weights"
+    return ""
 
 
 def _contract_activations(call: OperatorCall, a: Tensor, b: Tensor, letters: EinsumDims) -> Tensor:

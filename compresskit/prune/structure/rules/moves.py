@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from compresskit.prune.structure.channel_sets import (
 from compresskit.prune.structure.constraints import ChannelCut, HardCodedSize
 from compresskit.prune.structure.cuts import CUTS, cut_places
 from compresskit.prune.structure.rules.arithmetic import join_broadcast
-from compresskit.prune.structure.rules.base import OperatorCall, RuleResult, overloads, rule_for
+from compresskit.prune.structure.rules.base import MOVING_OPERATORS, OperatorCall, RuleResult, overloads, rule_for
 from compresskit.prune.structure.rules.parameter_view import ParameterView
 from compresskit.prune.structure.rules.width_scaling import remember_moved_product
 
@@ -33,7 +34,8 @@ def rule_concat(call: OperatorCall) -> RuleResult:
         if any(len(v.shape) < 2 for v in call.args[0]):
             return call.lock_inputs(f"no rule for {call.target} of vectors")
         dim = int(call.target is aten.hstack.default)
-    values = [v for v in _with_free_states(call, dim) if not (v.shape == (0,) and len(call.args[0]) > 1)]
+    values, states = _with_free_states(call, dim)
+    values = [v for v in values if not (v.shape == (0,) and len(call.args[0]) > 1)]
     if call.target is aten.stack.default:
         dim %= len(values[0].shape) + 1
         values = [v.map(lambda a: a.unsqueeze(dim)) if isinstance(v, ParameterView) else v.unsqueeze(dim) for v in values]
@@ -51,23 +53,32 @@ def rule_concat(call: OperatorCall) -> RuleResult:
         if d != dim and not any(d in varying for varying in dims):
             parts = [p.narrow(d, 0, 1) if p.shape[d] else p for p in parts]
     result = tighten(torch.cat(parts, dim).expand(call.shape))
-    if any(bool((collapse_expanded(v) == UNCONSTRAINED).any()) for v in parts):
+    for made in states:
+        call.add_size_beside_blank(made, result)
+    if not states and any(bool((collapse_expanded(v) == UNCONSTRAINED).any()) for v in parts):
         call.add_given_size(result)
     return result
 
 
-def _with_free_states(call: OperatorCall, dim: int) -> list[Any]:
+def _with_free_states(call: OperatorCall, dim: int) -> tuple[list[Any], list[Node]]:
     """What is put side by side; zeros or ones beside activations take any width, as the first state of a recurrent cell does.
 
-    Not so behind channels: there they may fill up the width of a shortcut.
+    Behind channels they are channels of their own, as those that fill up the width of a shortcut. Returns the values, and the
+    operators that made those that take any width.
     """
-    values, nodes = call.args[0], call.node.args[0]
-    if not all(isinstance(v, Tensor) for v in values) or any(dim % v.ndim in varying_dims(v) for v in values if v.ndim):
-        return list(values)
-    return [
-        torch.full((), UNCONSTRAINED).expand(v.shape) if call.is_blank(n) and bool((collapse_expanded(v) == 0).all()) else v
-        for v, n in zip(values, nodes, strict=True)
-    ]
+    values, states = list(call.args[0]), []
+    if not all(isinstance(v, Tensor) for v in values):
+        return values, []
+    behind_channels = any(dim % v.ndim in varying_dims(v) for v in values if v.ndim)
+    for i, (value, node) in enumerate(zip(values, call.node.args[0], strict=True)):
+        made = None if bool((collapse_expanded(value) != 0).any()) else call.blank_behind(node)
+        if made is not None and behind_channels:
+            along = dim % value.ndim
+            values[i] = expand_along(call.labels_of_blank(made, tuple(value.shape), along), along, tuple(value.shape))
+        elif made is not None:
+            values[i] = torch.full((), UNCONSTRAINED).expand(value.shape)
+            states.append(made)
+    return values, states
 
 
 def _labels_beside(call: OperatorCall, value: Any, moving: list[int]) -> Tensor:
@@ -81,12 +92,7 @@ def _labels_beside(call: OperatorCall, value: Any, moving: list[int]) -> Tensor:
     return fixed_labels(value.shape)
 
 
-_MOVING_OPERATORS = """reshape view flatten unflatten permute transpose squeeze unsqueeze expand repeat t mT movedim moveaxis
- pixel_unshuffle roll expand_as tile repeat_interleave view_as reshape_as swapaxes swapdims numpy_T atleast_2d _unsafe_view
- adjoint unfold ravel"""
-
-
-@rule_for(*overloads(_MOVING_OPERATORS))
+@rule_for(*overloads(MOVING_OPERATORS))
 def rule_move(call: OperatorCall) -> RuleResult:
     """Run the operator on the labels themselves."""
     x, *rest = call.args
@@ -139,9 +145,25 @@ def rule_pixel_shuffle(call: OperatorCall) -> RuleResult:
     x, r = call.args
     if not isinstance(x, Tensor):
         return call.lock_inputs(f"{call.where} works on a parameter")
-    blocks = call.labels_along(x, 1).view(-1, r * r)
+    return _join_blocks(call, x, 1, r * r)
+
+
+def _join_blocks(call: OperatorCall, x: Tensor, dim: int, size: int) -> Tensor:
+    """Labels of a result of which each channel is put together from `size` channels of x, one after the other along `dim`."""
+    blocks = call.labels_along(x, dim).reshape(-1, size)
     call.sets.join(blocks[:, :1], blocks, f"one of the channels that {call.where} puts together cannot be cut")
-    return expand_along(blocks.amax(1), 1, call.shape)
+    return expand_along(blocks.amax(1), dim, call.shape)
+
+
+@rule_for(aten.im2col.default, aten.col2im.default)
+def rule_unfold(call: OperatorCall) -> RuleResult:
+    """(N, C, H, W) to the windows (N, C kh kw, L), or back: the kh kw values of a channel stand one after the other."""
+    x, window = call.args[0], math.prod(call.argument("kernel_size"))
+    if not isinstance(x, Tensor):
+        return call.lock_inputs(f"{call.where} works on a parameter")
+    if call.target is aten.col2im.default:
+        return _join_blocks(call, x, x.ndim - 2, window)
+    return expand_along(call.labels_along(x, x.ndim - 3).repeat_interleave(window), x.ndim - 3, call.shape)
 
 
 @rule_for(aten.channel_shuffle.default)

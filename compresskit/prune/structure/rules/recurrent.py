@@ -117,13 +117,14 @@ def _assign_gates(
 def _join_initial_state(call: OperatorCall, channels: tuple[Tensor, Tensor], state: Any, node: Any) -> None:
     """An initial state that the model makes, learns or is given has the hidden channels; the second one those of the cells.
 
-    Zeros made for the purpose add no constraint.
+    Zeros made for the purpose follow the code that gives their size.
     """
     states, nodes = (v if isinstance(v, list | tuple) else [v] for v in (state, node))
     for own, value, node in zip(channels, states, nodes, strict=False):
-        if call.is_blank(node):
-            continue
         last = len(value.shape) - 1
+        if (made := call.blank_behind(node)) is not None:
+            call.add_size_of_blank(made, expand_along(own, last, tuple(value.shape)))
+            continue
         learned = call.parameter_labels(value, last) if isinstance(value, ParameterView) else None
         call.sets.join(
             own,
