@@ -29,9 +29,11 @@ from compresskit.quant.calibration.constant_values import warn_of_constants, war
 from compresskit.quant.effort.improve import FLOAT_MACS, TIMED_FLOAT_MACS, Effort, quantize_with_effort
 from compresskit.quant.effort.samples import OutputError, batch_varies, halves, rows_within, tell_of_loss
 from compresskit.quant.effort.trials import Build
+from compresskit.quant.effort.unseen_sizes import SeenSizes
 from compresskit.quant.measured_placement.beside_float import beside_float, measures
 from compresskit.quant.measured_placement.joined_values import scales_apart, shown_batches
 from compresskit.quant.measured_placement.latency_search import measured_choice
+from compresskit.quant.measured_placement.repeated_calls import SharedScales
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.bit_widths import BitWidths, named_modules, refuse_one_bit
 from compresskit.quant.numerics.observers import Observer
@@ -169,7 +171,8 @@ def builder(
     shown: gives batches by whose values joined ones are kept apart; None for the example alone.
     """
     choice = measured_choice(module, example, settings)
-    separate = scales_apart(shown or (lambda: [example]), settings)
+    shown = shown or (lambda: [example])
+    separate, share = scales_apart(shown, settings), SharedScales(shown)
 
     @functools.cache
     def prepared(named: tuple[str, ...]) -> tuple[Captured, Origin]:
@@ -197,6 +200,7 @@ def builder(
             adjust=adjust,
             prepared=prepared(named_modules(bits)) if trials else None,
             separate=separate,
+            share=share,
         )
         built.origin = replace(built.origin, measured=choice.record)
         return built
@@ -206,17 +210,21 @@ def builder(
 
 def _quantize(model: nn.Module, batches: Batches, settings: StaticSettings, where: str) -> nn.Module:
     module, example, data = module_to_quantize(model, batches, settings.inside, where)
+    sizes = SeenSizes(module, example, settings.dynamic)
     if settings.effort == "fast":
         first, data = shown_batches(data)
         shown = functools.partial(inputs_to_quantize, model, first, settings.inside)
         quantized = builder(module, example, settings, shown=shown)()
-        result = calibrate_inside(model, quantized, data, settings.inside)
+        with sizes.of_calls(quantized):
+            result = calibrate_inside(model, quantized, data, settings.inside)
         warn_of_constants(quantized, where)
         nudge_scales_(quantized.body)
         quantized.balance_weights_()
     else:
         own, inputs = settings.observer is not None, inputs_to_quantize(model, data, settings.inside)
         cut, where = batch_varies(settings.dynamic), f'{where}(effort="{settings.effort}")'
+        for each in inputs:
+            sizes.add(each)
         halves(inputs, where, cut=cut)  # raises where there is too little data, before anything is timed
         shown = functools.partial(list, inputs)
         build = builder(module, example, settings, trials=True, shown=shown)
@@ -238,6 +246,7 @@ def _quantize(model: nn.Module, batches: Batches, settings: StaticSettings, wher
     warn_of_lost_channels(quantized, lambda: _compared(shown(), settings, OUTPUT_SAMPLES), where)
     error = OutputError(module, _compared(shown(), settings, LOSS_SAMPLES), None)
     tell_of_loss(error, quantized, where, "`diagnose` says which layers lose how much, and `repair` tries what helps")
+    sizes.warn_of_others(quantized, where)
     return result
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import networks
 import onnx
+import onnxruntime as ort
 import pytest
 import torch
 from networks import build, image, images_task
@@ -16,10 +17,10 @@ from onnx import external_data_helper
 from torch import nn
 
 import compresskit as ck
-from compresskit.base.errors import ExportError
+from compresskit.base.errors import ExportError, runtime_message
 from compresskit.cli import main
 from compresskit.export import files
-from compresskit.measure import runtime_message, session
+from compresskit.measure import session
 
 
 @pytest.fixture
@@ -180,3 +181,16 @@ def test_a_graph_is_never_left_with_the_weights_of_another(copied, large, monkey
     monkeypatch.undo()
     files.copy_onnx(new, path)
     assert path.read_bytes() == new.read_bytes()
+
+
+def test_a_file_that_is_newer_than_the_runtime_says_what_to_do(tmp_path) -> None:
+    graph = onnx.helper.make_graph([], "empty", [], [])
+    newest = onnx.defs.onnx_opset_version() + 20
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", newest)], ir_version=9)
+    (tmp_path / "f.onnx").write_bytes(model.SerializeToString())
+    said = (
+        rf"f\.onnx: ONNX Runtime cannot load it: it has opset {newest}, and the installed onnxruntime {ort.__version__} reads up"
+        r' to \d+; export_onnx\(..., opset="lowest"\) writes what older ones read, or pip install --upgrade onnxruntime$'
+    )
+    with pytest.raises(ExportError, match=said):
+        session(tmp_path / "f.onnx")

@@ -168,3 +168,16 @@ def test_export_is_silent_about_attributes_that_are_empty(tmp_path, caplog) -> N
 
     ck.export_onnx(Upper(6, 6).eval(), tmp_path / "f.onnx", (torch.randn(4, 6),))
     assert not [record for record in caplog.records if record.name.startswith("onnx_ir")]
+
+
+def test_what_the_exporter_prints_is_no_output_of_a_command(tmp_path, capsys, monkeypatch) -> None:
+    """Older releases of onnxscript print how many rules they applied."""
+    export = torch.onnx.export
+
+    def loud(*args, **settings):
+        print("Applied 3 of general pattern rewrite rules.")
+        return export(*args, **settings)
+
+    monkeypatch.setattr(torch.onnx, "export", loud)
+    ck.export_onnx(nn.Linear(4, 2), tmp_path / "f.onnx", (torch.ones(2, 4),))
+    assert capsys.readouterr().out == ""

@@ -319,3 +319,15 @@ def test_a_hidden_state_that_begins_as_none_is_captured_at_its_beginning(tmp_pat
     assert model.state is None
     assert ck.verify_onnx(path, model, [x]).passed
     assert model.state is None
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError(2, "No such file or directory"), ModuleNotFoundError("No module named 'a'")])
+def test_what_torch_cannot_read_is_no_fault_of_the_model(error, monkeypatch) -> None:
+    def export(*_, **__):
+        raise error
+
+    monkeypatch.setattr(torch.export, "export", export)
+    with pytest.raises(ModelError, match=r"Let torch find what it reads there; if the working directory was deleted") as said:
+        capture(nn.Linear(4, 2), (torch.ones(2, 4),))
+    assert type(error).__name__ in str(said.value)
+    assert "values of tensors" not in str(said.value)

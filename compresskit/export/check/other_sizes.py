@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from compresskit.base.errors import ExportError
+from compresskit.base.errors import DataError, ExportError, ModelError
+from compresskit.base.inputs import call_checked
 from compresskit.base.task import Inputs, call, copied_tensors, rows_that_run, shapes_of
 from compresskit.export.check.agreement import fills_as_infinity
+from compresskit.graph.differences import without_fills
+from compresskit.graph.quantized import is_quantized, quantized_parts
 from compresskit.measure import numpy_inputs, run_session
+from compresskit.metrics import decibels
 
 #: Distances are fractions of what the outputs vary by. Another size is judged by the data's own: so many times as far, plus that
 #: of an exact file or of one that rounds, whose noise depends on the values. No more than so many roundings of outputs in their
 #: own dtype are no distance: one value, or several that are nearly the same, vary by less.
 FARTHER, EXACT, ROUNDED, ROUNDINGS = 4, 1e-3, 0.05, 8
 ROWS = 2  # of the data, that other sizes are made of
+#: Decibels that rounding leaves of an output at another size: fewer than these, and so many fewer than at the data's own.
+LEAST_AT_SIZE, MOST_FALL = 30.0, 10.0
 
 
 def remark_on_other_sizes(
@@ -46,10 +53,10 @@ def remark_on_other_sizes(
     if any(value.is_cuda and not value.is_floating_point() for value in leaves):
         return ""  # an index outside of a table ends the process there
     names = {entry.name: entry.shape for entry in sessions[0].get_inputs()}
-    held, batch = _sizes_by_name(inputs, names)
+    held, batch = sizes_by_name(inputs, names)
     if not held:
         return ""
-    few = _resized(inputs, names, {batch: min(held.get(batch, ROWS), ROWS)})
+    few = resized_inputs(inputs, names, {batch: min(held.get(batch, ROWS), ROWS)})
     few = rows_that_run(partial(_arrays_given, model), few, inputs)
     eps = torch.finfo(dtype or torch.float32).eps
     try:
@@ -57,7 +64,7 @@ def remark_on_other_sizes(
     except ExportError as error:
         return _refused_by_file(few, error)
     for sizes in _other_sizes(held, batch):
-        resized = _resized(few, names, sizes)
+        resized = resized_inputs(few, names, sizes)
         try:
             wanted = _arrays_given(model, resized)
         except Exception:  # sizes that the model does not take
@@ -66,13 +73,58 @@ def remark_on_other_sizes(
             found = [_output_distances(path, run, resized, wanted, eps, usual[i][1])[0] for i, run in enumerate(sessions)]
         except ExportError as error:
             return _refused_by_file(resized, error)
+        if dtype is None and falls_short(left := rounding_decibels(model, resized), own := rounding_decibels(model, few)):
+            return (
+                f"at inputs of shape {_shapes_in_words(resized)} rounding leaves {left:.1f} dB of the output, and {own:.1f} dB at"
+                " the data's; calibrate with such sizes, too"
+            )
         pairs = zip(itertools.chain(*found), itertools.chain(*(before for before, _ in usual)), strict=True)
         if any(distance > FARTHER * before + (EXACT if dtype else ROUNDED) for distance, before in pairs):
             return f"at inputs of shape {_shapes_in_words(resized)} the file gives something else than its model"
     return ""
 
 
-def _sizes_by_name(inputs: Inputs, names: Mapping[str, Sequence[Any]]) -> tuple[dict[str, int], str]:
+def rounding_decibels(model: nn.Module, inputs: Inputs) -> float:
+    """What the rounding of activations leaves of the poorest output, in dB; at most 120, as where nothing is rounded, and where
+    nothing is finite without it.
+    """
+
+    def outputs() -> list[Tensor]:
+        leaves = pytree.tree_leaves(call(model, copied_tensors(inputs)))
+        return [value.detach().double() for value in leaves if isinstance(value, Tensor) and value.is_floating_point()]
+
+    with ExitStack() as stack:
+        for part in quantized_parts(model).values():
+            stack.enter_context(part.float_activations())
+        clean = outputs()
+    pairs = [without_fills(*pair) for pair in zip(clean, outputs(), strict=True)]
+    powers = [(float(a.square().sum()), float((a - b).square().sum())) for a, b in pairs if bool(a.isfinite().all())]
+    return min((decibels(*each, most=120.0) for each in powers), default=120.0)
+
+
+def falls_short(left: float, own: float) -> bool:
+    """Whether much fewer decibels are left at another size than at the data's own, and few of them."""
+    return left < min(LEAST_AT_SIZE, own - MOST_FALL)
+
+
+def called_with_data(model: nn.Module, inputs: Inputs) -> Any:
+    """Call a model on verification data.
+
+    Raises DataError where it does not run on them; ModelError where it is a quantized model for several sizes: its graph may hold
+    numbers that its float model computes of each.
+    """
+    try:
+        return call_checked(model, inputs, "verification data")
+    except DataError as error:
+        if not is_quantized(model) or set(model.dynamic) <= {0}:
+            raise
+        raise ModelError(
+            f"{error}; its graph is that of the first calibration batch, and may hold numbers of its sizes: where the float model"
+            " runs on these inputs, quantize it with a first batch of larger ones"
+        ) from error
+
+
+def sizes_by_name(inputs: Inputs, names: Mapping[str, Sequence[Any]]) -> tuple[dict[str, int], str]:
     """The sizes of all dimensions that vary, by name, and which of them has the rows: the first dimension of the first input; ""
     where that is fixed.
     """
@@ -96,7 +148,7 @@ def _tensors(inputs: Inputs, names: Mapping[str, Any]) -> list[Tensor]:
     return [value for value in pytree.tree_leaves(inputs) if isinstance(value, Tensor)]
 
 
-def _resized(inputs: Inputs, names: Mapping[str, Sequence[Any]], sizes: Mapping[str, int]) -> Inputs:
+def resized_inputs(inputs: Inputs, names: Mapping[str, Sequence[Any]], sizes: Mapping[str, int]) -> Inputs:
     """The inputs with other sizes: their values again, or fewer of them."""
     taken = {id(value): shape for value, shape in zip(_tensors(inputs, names), names.values(), strict=True)}
 

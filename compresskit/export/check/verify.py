@@ -42,14 +42,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import DataError, ExportError
-from compresskit.base.inputs import AnyInputs, call_checked, each_inputs
+from compresskit.base.inputs import AnyInputs, each_inputs
 from compresskit.base.progress import progress_bar
 from compresskit.base.task import Inputs, batch_size, call, copied_tensors
 from compresskit.export.check.agreement import FEWEST, QUANTIZED_STEPS, Agreement, not_finite_remark, steps_allowed
 from compresskit.export.check.bisect import first_layer_that_differs
 from compresskit.export.check.executions import Comparison
 from compresskit.export.check.machines import MachineAgreement, MachineCheck, machines_named
-from compresskit.export.check.other_sizes import remark_on_other_sizes
+from compresskit.export.check.other_sizes import called_with_data, remark_on_other_sizes
 from compresskit.export.check.runtimes import OtherRuntime, RuntimeRun
 from compresskit.export.files import read_proto
 from compresskit.export.rewrite.dtypes import least_precise_dtype
@@ -210,7 +210,7 @@ def _add_batch(
     """Compare the outputs for one batch, and return those of the file, optimized. models: the model, and the unrounded one."""
     model, exact = models
     drawn = _rng_states()
-    wanted = _arrays(call_checked(model, inputs, "verification data"))
+    wanted = _arrays(called_with_data(model, inputs))
     found.random = found.random or any(not torch.equal(*pair) for pair in zip(drawn, _rng_states(), strict=False))
     unrounded = None
     if exact is model and found.wants_unrounded:
@@ -295,7 +295,8 @@ def _in_another_order(inputs: Inputs, seed: int) -> Inputs:
         if value.ndim < 2 or value.dtype is torch.bool:
             return value
         rows = value.flatten(1)
-        order = orders.setdefault(tuple(value.shape[1:]), torch.randperm(rows.shape[1], generator=random))
+        drawn = torch.randperm(rows.shape[1], generator=random, device="cpu")
+        order = orders.setdefault(tuple(value.shape[1:]), drawn)
         return rows[:, order].reshape(value.shape)
 
     return pytree.tree_map_only(Tensor, ordered, copied_tensors(inputs))  # type: ignore[no-any-return]

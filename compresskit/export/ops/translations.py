@@ -18,6 +18,7 @@ def translations() -> dict[Any, Any]:
     from onnxscript import opset20 as op  # heavy, and only exporting needs it
 
     from compresskit.export.ops.blocks import block_translations
+    from compresskit.export.ops.deformable import deformable_translations
     from compresskit.export.ops.elementary import elementary_translations
     from compresskit.export.ops.indices import index_translations
     from compresskit.export.ops.sizes import size_translations
@@ -49,6 +50,7 @@ def translations() -> dict[Any, Any]:
         table.conv_integer.default: conv,
         **_recurrent_translations(),
         **block_translations(),
+        **deformable_translations(),
         **elementary_translations(),
         **index_translations(),
         **size_translations(),

@@ -18,7 +18,12 @@ from compresskit.graph.rewrites.complex_values import real_pair, write_complex_
 from compresskit.graph.rewrites.composed import write_composed_
 from compresskit.graph.rewrites.fourier import write_sizes_, write_transforms_
 from compresskit.graph.rewrites.parts import write_parts_
-from compresskit.graph.rewrites.pools import replace_adaptive_averages_, replace_adaptive_max_pools_, replace_divisors_
+from compresskit.graph.rewrites.pools import (
+    made_of_size,
+    replace_adaptive_averages_,
+    replace_adaptive_max_pools_,
+    replace_divisors_,
+)
 
 
 def make_exportable_(module: fx.GraphModule) -> None:
@@ -34,6 +39,7 @@ def make_exportable_(module: fx.GraphModule) -> None:
         replace_divisors_,
         _replace_bounds_,
         _replace_reversed_differences_,
+        _replace_fractions_of_sizes_,
         _refuse_antialiasing,
         _replace_angles_,
         _replace_stable_sorts_,
@@ -99,6 +105,35 @@ def _replace_reversed_differences_(module: fx.GraphModule) -> None:
         if node.args[0].meta["val"].dtype != (dtype := node.meta["val"].dtype):
             with module.graph.inserting_before(node):
                 node.args = (insert_call(node, aten.to.dtype, node.args[0], dtype), *node.args[1:])
+
+
+_PROMOTED = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.floor_divide.default})
+_OF_TENSORS = {
+    aten.pow.Tensor_Scalar: aten.pow.Tensor_Tensor,
+    aten.pow_.Scalar: aten.pow_.Tensor,
+    aten.remainder.Scalar: aten.remainder.Tensor,
+    aten.remainder_.Scalar: aten.remainder_.Tensor,
+}
+
+
+def _replace_fractions_of_sizes_(module: fx.GraphModule) -> None:
+    """Convert integers before `torch.arange(n) * (2 / n)` of a size n that varies to the dtype of the result, and write powers
+    and remainders by such numbers as those by tensors: the exporter takes the numbers for constants.
+    """
+    for node in list(module.graph.nodes):
+        if node.target not in _PROMOTED and node.target not in _OF_TENSORS:
+            continue
+        x, number = node.args[:2]
+        if not isinstance(number, fx.Node) or not isinstance(number.meta.get("val"), torch.SymFloat) or "val" not in x.meta:
+            continue
+        dtype = node.meta["val"].dtype
+        with module.graph.inserting_before(node):
+            if x.meta["val"].dtype != dtype:
+                x = insert_call(node, aten.to.dtype, x, dtype)
+            if node.target in _OF_TENSORS:
+                node.target = _OF_TENSORS[node.target]
+                number = made_of_size(x, aten.scalar_tensor.default, number, dtype)
+        node.args = (x, number, *node.args[2:])
 
 
 def _replace_angles_(module: fx.GraphModule) -> None:

@@ -139,9 +139,9 @@ def _pooled_in_windows(graph: fx.Graph, x: Node, sizes: list[Any], reduce: Any) 
     return x
 
 
-def made_of_size(x: Node, target: Any, number: Node) -> Node:
+def made_of_size(x: Node, target: Any, number: Node, dtype: torch.dtype = torch.int64) -> Node:
     """What an operator makes of a size, on the device of x, where the graph's insertion point stands."""
-    settings = {"dtype": torch.int64, "device": x.meta["val"].device}
+    settings = {"dtype": dtype, "device": x.meta["val"].device}
     made = number.graph.call_function(target, (number,), settings)
     with enable_python_dispatcher(), x.meta["val"].fake_mode:  # nothing else says that the size may vary
         made.meta = {**x.meta, "val": target(number.meta["val"], **settings)}

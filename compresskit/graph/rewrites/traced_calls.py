@@ -13,8 +13,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class PlainCalls(TorchFunctionMode):
-    """Trace `torch.take_along_dim` as `gather`, `F.affine_grid` of sizes that vary as a product, and `torch.tensor_split` into
-    equal parts of one as slices: torch's operators make constants of sizes, `tensor_split` only when the graph is decomposed.
+    """Trace `torch.take_along_dim` as `gather`, `F.affine_grid` of sizes that vary as a product, `torch.linspace` of as many
+    steps as one as a range, and `torch.tensor_split` into equal parts of one as slices: torch's operators make constants of
+    sizes, `tensor_split` only when the graph is decomposed.
 
     Numbers that are read from `torch.arange` of numbers, as by `torch.arange(1, x.ndim).tolist()`, are numbers: torch's trace
     takes them for values of a tensor, which depend on inputs. `divmod` takes sizes that vary, too.
@@ -45,6 +46,8 @@ class PlainCalls(TorchFunctionMode):
             return _gathered(*args, **kwargs)
         if (func is F.affine_grid or func is torch.affine_grid_generator) and _varies(*args, **kwargs):
             return _grid(*args, **kwargs)
+        if func is torch.linspace and _has_varying_steps(*args, **kwargs):
+            return _spaced(*args, **kwargs)
         if func is torch.tensor_split or func is Tensor.tensor_split:
             return _split_equally(*args, **kwargs) or func(*args, **kwargs)
         if func not in (torch.arange, Tensor.unbind, Tensor.item) or torch.compiler.is_dynamo_compiling():
@@ -82,6 +85,27 @@ def _grid(theta: Tensor, size: Sequence[int], align_corners: bool | None = None)
         columns.append(line.view([-1 if other == axis else 1 for other in range(len(sizes))]).expand(sizes))
     base = torch.stack([*columns, torch.ones_like(columns[0])], -1)
     return (base.flatten(0, -2) @ theta.transpose(1, 2)).unflatten(1, sizes)
+
+
+def _has_varying_steps(start: Any, end: Any, steps: Any = 0, **given: Any) -> bool:
+    """While torch reads the code, all sizes look like numbers."""
+    return (type(steps) is not int or torch.compiler.is_dynamo_compiling()) and given.get("out") is None
+
+
+def _spaced(start: Any, end: Any, steps: int, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Tensor:
+    """`torch.linspace`: from both ends to the middle, as torch computes it, so that it is symmetric and the last one is `end`."""
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    device = next((end.device for end in (start, end) if isinstance(end, Tensor)), None) if device is None else device
+    computed = dtype if dtype in (torch.float32, torch.float64) else torch.float64
+    positions = torch.arange(steps, dtype=computed, device=device)
+    low, high = (
+        value.to(computed) if isinstance(value, Tensor) else torch.full((), value, dtype=computed, device=device)
+        for value in (start, end)
+    )
+    last = positions[-1:]
+    least = last.clamp(min=1)
+    step = (high - low) / least
+    return torch.where(2 * positions < least, low + positions * step, high - (last - positions) * step).to(dtype)
 
 
 def _split_equally(input: Tensor, sections: Any = None, dim: int = 0, **_: Any) -> tuple[Tensor, ...] | None:

@@ -8,6 +8,7 @@ import checkout
 import pytest
 import torch
 
+from compresskit.export.check.audit import RUNTIMES
 from compresskit.export.check.environment import (
     ALTERNATIVES,
     OPTIONAL,
@@ -18,6 +19,7 @@ from compresskit.export.check.environment import (
     packages,
     processor_features,
 )
+from compresskit.quant import X86, quantize_dynamic
 
 
 def test_the_packages_are_those_of_the_project() -> None:
@@ -85,3 +87,10 @@ def test_the_environment_of_this_process() -> None:
     assert here["packages"]["torch"] == torch.__version__.partition("+")[0]
     assert here["threads"] == torch.get_num_threads()
     assert here["processor"]
+
+
+def test_the_oldest_runtime_reads_every_opset_that_is_written_without_being_asked_for() -> None:
+    model, x = torch.nn.Linear(4, 4).eval(), torch.randn(2, 4)
+    opsets = [X86.opset, quantize_dynamic(model, [x]).opset]
+    needed = [min(release for (opset, _), release in RUNTIMES.items() if opset >= written) for written in opsets]
+    assert max(needed) == tuple(map(int, REQUIRED["onnxruntime"][1].split(".")))

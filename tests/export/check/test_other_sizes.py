@@ -12,7 +12,7 @@ from networks import build, image
 from torch import nn
 
 import compresskit as ck
-from compresskit.export.check.other_sizes import _other_sizes, _resized, _sizes_by_name
+from compresskit.export.check.other_sizes import _other_sizes, resized_inputs, sizes_by_name
 from compresskit.quant import quantize_dynamic, quantize_static
 
 
@@ -105,7 +105,7 @@ def test_sizes_that_the_model_does_not_take_are_left_out(tmp_path) -> None:
 def test_all_dimensions_of_a_name_change_together() -> None:
     inputs = {"x": torch.arange(12.0).view(2, 6), "mask": torch.ones(6, 6), "scale": torch.ones(1), "rest": 3}
     names = {"x": ["batch", "length"], "mask": ["length", "length"], "scale": [1]}
-    found = [_resized(inputs, names, sizes) for sizes in _other_sizes(*_sizes_by_name(inputs, names))]
+    found = [resized_inputs(inputs, names, sizes) for sizes in _other_sizes(*sizes_by_name(inputs, names))]
     assert [[tuple(value.shape) for value in list(each.values())[:3]] for each in found] == [
         [(1, 3), (3, 3), (1,)], [(3, 7), (7, 7), (1,)], [(2, 12), (12, 12), (1,)],
     ]  # fmt: skip

@@ -105,6 +105,17 @@ def test_a_gate_is_widened_with_what_it_gates(tmp_path) -> None:
     assert {(32, 16, 1, 1), (32, 1, 3, 3), (8, 32, 1, 1), (32, 8, 1, 1), (16, 32, 1, 1)} <= shapes
 
 
+def test_a_layer_with_a_computed_bias_stays(tmp_path) -> None:
+    class Computed(Separable):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first = self.inner[0]
+            x = nn.functional.conv2d(self.stem(x).relu(), first.weight, first.bias * x.mean())
+            return self.inner[1:](x).mean((2, 3))
+
+    torch.manual_seed(0)
+    assert {(24, 16, 1, 1), (24, 1, 3, 3)} <= stored(Computed(24), X, tmp_path)
+
+
 @pytest.mark.parametrize(("channels", "depthwise"), [(24, True), (12, False), (8, False)])
 def test_residual_sums_are_widened_as_a_whole(channels, depthwise, tmp_path) -> None:
     torch.manual_seed(0)

@@ -16,6 +16,7 @@ from torch import nn
 import compresskit as ck
 from compresskit.measure import numpy_inputs, session
 from compresskit.quant import Bits, prepare_qat, quantize_static
+from compresskit.quant.numerics.scheme import Scheme
 from compresskit.quant.numerics.targets import ARM, TARGETS, X86
 
 SLOPES = {
@@ -248,3 +249,17 @@ def test_computed_slopes_on_every_target(target) -> None:
     x = torch.randn(16, 3, 18, 18)
     quantized = quantize_static(Computed().eval(), [x], target=target)
     assert torch.isfinite(quantized(x)).all()
+
+
+def test_weights_without_opposites_keep_their_slopes(tmp_path: Path) -> None:
+    """Of a target of the user; ours leave -128 out."""
+    model, x = Bent(SLOPES["gentle"]).eval(), torch.randn(16, 3, 18, 18)
+    full = Scheme(signed=True, symmetric=True, per_channel=True, narrow=False)
+    quantized = quantize_static(model, [x], target=replace(X86, name="mine", weights=full, saturates=False))
+    with torch.no_grad():
+        for rounding, _ in quantized.rounded_weights():
+            rounding.scale_factor.fill_(0.5)  # what is below -64 steps becomes -128
+        wanted = quantized(x[:7]).numpy()
+    path = ck.export_onnx(quantized, tmp_path / "m.onnx", x[:1])
+    runtime = session(path, optimize=False)
+    np.testing.assert_allclose(runtime.run(None, numpy_inputs(runtime, (x[:7],)))[0], wanted, rtol=1e-5, atol=1e-6)

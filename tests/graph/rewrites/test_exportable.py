@@ -388,3 +388,29 @@ def test_outputs_that_are_no_tensors_are_left_out(output, places, tmp_path, capl
         assert len(session(path).get_outputs()) == count
         messages = [record.getMessage().partition("left out of the file: ")[2] for record in caplog.records]
         assert [text for text in messages if text] == ([places] if places else [])
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        lambda x, n: x + (torch.arange(n) * (2 / (n - 1)) - 1)[:, None],
+        lambda x, n: x + (1 / n + torch.arange(n) - n / 3)[:, None],
+        lambda x, n: x + ((torch.arange(n, dtype=torch.int32) + 1) ** (1 / n))[:, None],
+        lambda x, n: x.abs() ** (1 / n) + (x > 0) * (1 / n),
+        lambda x, n: x.abs().pow_(2 / n),
+        lambda x, n: x + ((torch.arange(n) % (n / 3.1)) // (n / 7))[:, None],
+        lambda x, n: x % (n / 3.1) + x.exp().remainder_(1 / n),
+        lambda x, n: (x.double() * (torch.arange(n) * (1 / n))[:, None]).float(),
+    ],
+    ids="product sums power floats inplace remainder remainders double".split(),
+)
+def test_integers_and_powers_by_a_fraction_of_a_size_that_varies(code, tmp_path: Path) -> None:
+    class Fractions(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return code(x * 2, x.shape[1])
+
+    model = Fractions().eval()
+    run = session(ck.export_onnx(model, tmp_path / "f.onnx", torch.randn(3, 6, 4), dynamic=(0, 1)))
+    for rows, length in ((3, 6), (1, 11), (7, 4), (2, 2)):
+        x = torch.randn(rows, length, 4)
+        torch.testing.assert_close(torch.from_numpy(run.run(None, {"x": x.numpy()})[0]), model(x), rtol=1e-5, atol=1e-5)

@@ -107,3 +107,36 @@ def test_a_range_that_is_written_is_no_range() -> None:
 
     with pytest.raises(ModelError, match=r"test_traced_calls\.py"):
         capture(Written(), torch.randn(3, 4, 5))
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize(
+    "line",
+    [
+        lambda y, n: torch.linspace(-1, 1, n),
+        lambda y, n: torch.linspace(start=0.5, end=n - 0.5, steps=n, device=y.device, dtype=y.dtype),
+        lambda y, n: torch.linspace(torch.tensor(3.0), y.detach().sum() * 0, n),
+        lambda y, n: torch.linspace(0, 10, n, dtype=torch.int64) + torch.linspace(2, 7, n, dtype=torch.float64),
+        lambda y, n: torch.linspace(0, 1, 3).sum() + y[0, 0, 0] * 0,
+    ],
+    ids="numbers sizes tensors dtypes fixed".split(),
+)
+def test_lines_of_as_many_steps_as_a_size_that_varies(line, stride: int, tmp_path: Path) -> None:
+    """As in soft-argmax and grids of coordinates, also where the size is a quotient."""
+
+    class Expectation(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3, stride, 1)
+
+        def forward(self, x):
+            y = self.conv(x).sum(2, keepdim=True)
+            return line(y, y.shape[-1]), (y.softmax(-1) * line(y, y.shape[-1])).sum(-1)
+
+    torch.manual_seed(0)
+    model = Expectation().eval()
+    run = session(ck.export_onnx(model, tmp_path / "f.onnx", torch.randn(3, 3, 16, 16), dynamic=(0, 2, 3)))
+    for shape in ((3, 3, 16, 16), (1, 3, 8, 33), (7, 3, 5, 4), (2, 3, 4, 1)):
+        x = torch.randn(shape)
+        for got, wanted in zip(run.run(None, {"x": x.numpy()}), model(x), strict=True):
+            torch.testing.assert_close(torch.from_numpy(got), wanted, rtol=1e-6, atol=1e-6)

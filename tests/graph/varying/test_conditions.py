@@ -368,3 +368,24 @@ def test_an_operator_of_torch_that_makes_a_constant_is_called_that(caplog) -> No
     with pytest.raises(ModelError, match=rf"but the code takes it {place}.*, as a loop over it does.*nn\.LSTM"):
         capture(Loop(), torch.randn(3, 5))
     assert not caplog.records
+
+
+def test_a_map_of_one_position_behind_many_layers_is_warned_of() -> None:
+    """The conditions on the sizes of the layers in front, on which nothing depends, take trials, which run out."""
+    torchvision = pytest.importorskip("torchvision")
+    model = kind(torchvision.models.ShuffleNetV2([1, 1, 1], [4, 8, 8, 8, 8], num_classes=5)).eval()
+    with pytest.warns(UserWarning, match=r"right only where \(1 \+ .*x\.size\(3\)\) // 32\)\) == 1 and .*\[\(2, 3, 33, 33\)\]"):
+        capture(model, torch.randn(2, 3, 32, 32), dynamic=(0, 2, 3))
+
+
+def test_a_size_computed_of_others_that_is_fixed_is_refused() -> None:
+    class Pixels(nn.Module):
+        def forward(self, x):
+            flat = x.flatten(2)
+            return sum(flat[:, :, i] * i for i in range(flat.shape[-1]))
+
+    model, wanted = Pixels(), r"is right only where \(x\.size\(3\)\*x\.size\(2\)\) == 24; for inputs of shape \[\(2, 3, 5, 4\)\]"
+    for _ in range(2):  # each time, unlike a warning
+        with pytest.raises(ModelError, match=rf"Pixels cannot be captured as a graph: its code takes .* {wanted}.*leave"):
+            capture(model, torch.randn(2, 3, 6, 4), dynamic=(0, 2, 3))
+    assert capture(model, torch.randn(2, 3, 6, 4)).shapes["x"] == (2, 3, 6, 4)
