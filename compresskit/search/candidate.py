@@ -30,7 +30,7 @@ MULTIPLE, MULTIPLE_OF_DEPTHWISE = 8, 16  # multiples of channels for which kerne
 QAT_SHARE = 4  # one part of so many of the training is quantization-aware
 OF_FLOAT = ("compile", "param_groups")  # settings of the training without meaning where all of it is quantization-aware
 #: Settings of the training that its quantization-aware part has, too. It has its own optimizer, and its own default objective.
-CARRIED_OVER = ("precision", "clip", "accumulate", "channels_last", "exact", "validate_every")
+CARRIED_OVER = ("precision", "clip", "accumulate", "channels_last", "exact", "validate_every", "on_step", "on_epoch")
 
 
 @dataclass(frozen=True, kw_only=True)

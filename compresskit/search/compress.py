@@ -8,8 +8,9 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 from torch import nn
 
@@ -21,10 +22,13 @@ from compresskit.base.randomness import generators_kept
 from compresskit.base.settings import as_python
 from compresskit.base.task import Task, accuracy, batch_size
 from compresskit.graph.surgery import copy_model
+from compresskit.measure import task_row_dims
+from compresskit.metrics import OutputAgreement
+from compresskit.recipe.folder import folder_of_run
 from compresskit.recipe.preflight import preflight_check
 from compresskit.recipe.recipe import Recipe
-from compresskit.search.candidate import UNCOMPRESSED
-from compresskit.search.ceilings import MEASURED, Ceilings
+from compresskit.search.candidate import UNCOMPRESSED, Removable
+from compresskit.search.ceilings import MEASURED, Ceiling, Ceilings
 from compresskit.search.explore import Explorer
 from compresskit.search.figures import Figures
 from compresskit.search.finals.finalists import Finals
@@ -43,6 +47,8 @@ from compresskit.train.train import Train
 log = logging.getLogger(__name__)
 
 SCRIPT = "recipe.py"
+POINTS = 100  # of an accuracy of 1
+FRACTIONS = ("classes", "boxes")  # what the metric `agreement` compares, where it is in [0, 1]
 NOTABLY_SLOWER = 0.05  # fraction of the uncompressed file's latency
 NOTABLY_WORSE = 0.1  # fraction of what was lost after a short training
 NOTABLY_BETTER = 0.1  # fraction of the uncompressed model's metric
@@ -85,11 +91,12 @@ def compress(
     Raises:
         SettingError: Optuna is missing, a setting is out of range, or a latency cannot be measured on this machine.
         ModelError: no candidate meets the budget; the message has the nearest that can.
-        CheckpointError: the folder belongs to another model or task, or to other settings than the budget's ceilings.
+        CheckpointError: the folder belongs to another model or task, or to other settings than the budget's ceilings, or cannot
+            be.
         Other errors that a first run of the model and its training raise.
     """
     with generators_kept():  # every stage seeds them
-        return _compress(model, task, budget, Path(out).absolute(), _settings(options))
+        return _compress(model, task, budget, folder_of_run(out), _settings(options))
 
 
 def _compress(model: nn.Module, task: Task, budget: Ceilings, out: Path, settings: SearchSettings) -> Search:
@@ -97,6 +104,7 @@ def _compress(model: nn.Module, task: Task, budget: Ceilings, out: Path, setting
     import_optuna()
     train = with_objective(settings.train or Train(steps=1), model, task) if settings.train or budget.minutes else None
     preflight_check(model, task, [] if train is None else [train], dynamic=settings.dynamic)
+    _check_fixed_batch(model, task, budget, settings)
     if train is not None and not any(p.requires_grad for p in model.parameters()):
         raise ModelError(
             f"compress(train=...): {type(model).__name__} has no parameter with requires_grad, so no candidate can be trained;"
@@ -133,11 +141,9 @@ def _search_and_run(
     """Explore, run the finalists, and write the recipe. train: of a finalist, with its objective; None trains nothing."""
     begin, out = time.perf_counter(), workshop.out
     with worker.alone("setup"):  # the first process measures what all of them need
-        dense, stopwatch = _uncompressed(workshop, budget)
-        ceilings = budget.absolute(dense)
-        minimise, order = free_quantity(ceilings), workshop.removable(stopwatch.milliseconds)
-        check_objective_of_candidates(train, workshop, order)
-        train = training_within(workshop, train, budget.minutes, finalists=settings.finalists, fills=settings.train is None)
+        dense, stopwatch, order, train = _set_up(workshop, budget, settings, train)
+    ceilings = budget.absolute(dense)
+    minimise = free_quantity(ceilings)
     name = _study_name(budget, train)
     slow = LatencyFilter(workshop=workshop, order=order, ceiling=ceilings["latency"]) if "latency" in ceilings else None
     tried = Explorer(
@@ -164,6 +170,7 @@ def _search_and_run(
         minimise=minimise,
         train=train,
         worker=worker,
+        seconds=None if budget.minutes is None else 60 * budget.minutes.value,
     )
     ShortTrainings(finals=finals, dense=dense, finalists=settings.finalists).enter_(tried)
     if (chosen := finals.run(tried, settings.finalists)) is None:
@@ -187,6 +194,24 @@ def _search_and_run(
         latency_error=None if slow is None else slow.error(),
         trains=train is not None,
     )
+
+
+def _set_up(
+    workshop: Workshop, budget: Ceilings, settings: SearchSettings, train: Train | None
+) -> tuple[Figures, Stopwatch, Removable, Train | None]:
+    """What is measured before candidates are: the uncompressed model, the order of what can go, the training of finalists."""
+    dense, stopwatch = _uncompressed(workshop, budget)
+    order = workshop.removable(stopwatch.milliseconds)
+    check_objective_of_candidates(train, workshop, order)
+    within = training_within(
+        workshop,
+        train,
+        budget.minutes,
+        finalists=settings.finalists,
+        fills=settings.train is None,
+        in_full=free_quantity(budget.absolute(dense)) != "drop",  # only of the drop, a training tells before its end
+    )
+    return dense, stopwatch, order, within
 
 
 def _uncompressed(workshop: Workshop, budget: Ceilings) -> tuple[Figures, Stopwatch]:
@@ -240,11 +265,36 @@ def _check_request(model: nn.Module, task: Task, budget: Ceilings) -> None:
         )
     if task.prefers_higher is None:
         raise SettingError("compress: whether a larger metric is better is not said; pass Task(higher_is_better=...)")
-    if task.metric is accuracy and budget.drop is not None and budget.drop.implausible:
+    if budget.drop is not None:
+        _check_drop(budget.drop, task.metric)
+
+
+def _check_fixed_batch(model: nn.Module, task: Task, budget: Ceilings, settings: SearchSettings) -> None:
+    """Raise SettingError where files take one number of rows alone, and latencies are to be of another."""
+    dims = task_row_dims(model, task, settings.dynamic)
+    if dims is None or any(dim is not None for dim in dims):
+        return
+    if (rows := batch_size(task.example())) != budget.batch:
         raise SettingError(
-            f"at_most(drop={budget.drop.value:g}): a drop is in the unit of the metric, and accuracies are fractions; write"
-            f' drop={budget.drop.value / 100:g} or drop="{budget.drop.value:g}pt" for {budget.drop.value:g} points, and'
-            f' drop="{budget.drop.value:g}" if that is meant'
+            f"at_most(batch={budget.batch}): with compress(dynamic={settings.dynamic!r}) files take batches of {rows} rows alone,"
+            f" as the validation data have; write at_most(batch={rows}), or give the batch in dynamic="
+        )
+
+
+def _check_drop(drop: Ceiling, metric: Any) -> None:
+    """Raise SettingError for a drop that cannot be meant: it may be in points, or is all that there is of the metric."""
+    given = drop.value
+    if metric is accuracy and drop.implausible and given < POINTS:
+        meant = f', and drop="{given:g}" if that is meant' if given < 1 else ""
+        raise SettingError(
+            f"at_most(drop={given:g}): a drop is in the unit of the metric, and accuracies are fractions; write"
+            f' drop={given / POINTS:g} or drop="{given:g}pt" for {given:g} points{meant}'
+        )
+    metric = metric.func if isinstance(metric, partial) else metric
+    if given >= 1 and (metric is accuracy or (isinstance(metric, OutputAgreement) and metric.outputs in FRACTIONS)):
+        raise SettingError(
+            f"at_most(drop=...): wanted less than 1, which is 100 points, since the metric is a fraction, got {given:g}, which is"
+            f" {given * POINTS:g} points; half a point is 0.005 in the unit of the metric, or 0.5pt"
         )
 
 

@@ -16,6 +16,7 @@ from compresskit.search.ceilings import LARGEST_PLAUSIBLE_DROP, Ceilings
 from compresskit.search.figures import Figures, pareto
 from compresskit.search.latency.latency_model import PredictionError
 
+DIGITS = ".12g"  # of a number in a budget that is proposed: with few, what was rounded up would be rounded down again
 DROP_STEPS = 10_000  # a drop that is proposed is a multiple of one by so many
 SEARCH_COLUMNS = (
     "candidate", "data", "metric", "drop", "short", "trained", "latency", "faster", "file", "smaller", "MACs", "seconds",
@@ -291,7 +292,8 @@ def nearest_budget(figures: Sequence[Figures], budget: Ceilings, ceilings: dict[
     values = {"latency": f'"{best.latency * 1.05:.4g}ms"', "bytes": best.bytes, "macs": best.macs}
     over = best.excesses(ceilings)
     drop = math.ceil(best.drop * DROP_STEPS) / DROP_STEPS if "drop" in over else ceilings.get("drop", 0.0)
-    values["drop"] = f'"{drop:g}"' if drop > LARGEST_PLAUSIBLE_DROP else f"{drop:g}"
-    given = [f"{name}={values[name] if name in over or name == 'drop' else f'{ceilings[name]:.6g}'}" for name in ceilings]
+    values["drop"] = f'"{drop:{DIGITS}}"' if drop > LARGEST_PLAUSIBLE_DROP else f"{drop:{DIGITS}}"
+    given = [f"{name}={values[name] if name in over or name == 'drop' else f'{ceilings[name]:{DIGITS}}'}" for name in ceilings]
+    given += [] if budget.minutes is None else [f"minutes={budget.minutes.value:{DIGITS}}"]
     given += [f"{name}={vars(budget)[name]}" for name in ("threads", "batch") if vars(budget)[name] != 1]
     return f"at_most({', '.join(given)})"

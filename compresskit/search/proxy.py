@@ -22,7 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from compresskit.base.budget import keep
 from compresskit.base.errors import CheckpointError, CompressError, DataError, SettingError
 from compresskit.base.files import read_json, write_json
-from compresskit.base.fingerprint import describe, short_hash
+from compresskit.base.fingerprint import describe, describe_by_value, short_hash
 from compresskit.base.inputs import calibration_inputs, some_batches
 from compresskit.base.progress import announce
 from compresskit.base.randomness import seed_generators_
@@ -60,9 +60,9 @@ from compresskit.train.train import Train
 log = logging.getLogger(__name__)
 
 IDENTITY, FIGURES, ORDER, LATENCY = "search.json", "figures.json", "order.json", "latency.json"
-STATISTICS = "statistics.json"
+PART, ON_PART, STATISTICS = "part.json", "figures-{}.json", "statistics-{}.json"  # of the held-out samples, and named by them
 DIRECTION = "higher_is_better"  # the part of a task
-FOLDER_VERSION = 7  # another where candidates of one name are made or judged in another way
+FOLDER_VERSION = 8  # another where candidates of one name are made or judged in another way
 CANDIDATES, DENSE = "candidates", "uncompressed"
 NAME_DIGITS = 8  # of a hash of settings in the name of a file or folder
 #: What the plan of named blocks says of them, which nobody reads here; by default that is measured, block by block.
@@ -149,17 +149,37 @@ class Workshop:
             write_json(path, mine)
 
     def dense(self) -> Figures:
-        """The figures of the uncompressed model but for its latency, which `stopwatch` measures."""
+        """The figures of the uncompressed model but for its latency, which `stopwatch` measures.
+
+        They are on the samples that this process holds out: those of a loader with an order of its own may be others each time.
+        """
         folder = self.out / DENSE
-        if (folder / FIGURES).exists() and (folder / "model.onnx").exists():
+        if not all((folder / name).exists() for name in (FIGURES, PART, "model.onnx")):
+            figures = self._export(copy_model(self.model), folder, None, settings=[])
+            write_json(folder / PART, {"samples": self.part})
+            write_json(folder / FIGURES, asdict(figures))
+            return figures
+        if read_json(folder / PART, "which samples are held out")["samples"] == self.part:
             return read_figures(folder / FIGURES)
-        figures = self._export(copy_model(self.model), folder, None, settings=[])
-        write_json(folder / FIGURES, asdict(figures))
-        return figures
+        log.warning(
+            "compress: Task(val=...) gives other samples than when %s was begun, so that what is made now is compared with the"
+            " uncompressed model on other held-out samples than what was made before; give the data in a fixed order",
+            self.out,
+        )
+        path = folder / ON_PART.format(self.part)
+        if not path.exists():
+            with tempfile.TemporaryDirectory() as aside:
+                write_json(path, asdict(self._export(copy_model(self.model), Path(aside), None, settings=[])))
+        return read_figures(path)
+
+    @cached_property
+    def part(self) -> str:
+        """A hash of the held-out samples."""
+        return short_hash(describe_by_value(self.held.val, data=True).record)
 
     def metric_with_new_statistics(self) -> float | None:
         """The uncompressed model's metric with BatchNorm statistics of calibration data; None without any. Once for a folder."""
-        path = self.out / DENSE / STATISTICS
+        path = self.out / DENSE / STATISTICS.format(self.part)
         if not path.exists():
             model, metric = copy_model(self.model), None
             with suppress(DataError):  # batches of one row have no statistics
@@ -196,8 +216,8 @@ class Workshop:
 
     @cached_property
     def dims(self) -> RowDims | None:
-        """Where the rows of each input are, where the names of its dimensions say it."""
-        return task_row_dims(self.model, self.task, self.dynamic) if isinstance(self.dynamic, Mapping) else None
+        """Where the rows of each input are, where its dimensions say it."""
+        return task_row_dims(self.model, self.task, self.dynamic)
 
     @cached_property
     def gains_by_dynamic(self) -> bool:
@@ -314,7 +334,7 @@ class Workshop:
     def _measured(self, candidate: Candidate, order: Removable, folder: Path, dense: Figures, stopwatch: Stopwatch) -> Figures:
         begin = time.perf_counter()
         model, stages = self.compressed(candidate, order, self.samples)
-        figures = self._export(model, folder, dense, settings=describe(stages))
+        figures = self._export(model, folder, dense, settings=describe(stages[-1]) if stages else [])  # as in a run's file
         milliseconds_now = stopwatch.measure(folder / "model.onnx")
         return replace(figures, latency=milliseconds_now, seconds=time.perf_counter() - begin)
 
@@ -425,16 +445,17 @@ def held_out(task: Task, samples: int, dynamic: Dynamic) -> Task:
 def _spread_batches(task: Task, samples: int) -> Iterable[Any]:
     """Whole validation batches of about so many samples, the same in every call: the first ones may be all of one class.
 
-    Of a list every so-many-th batch, and so of a loader that reads one after another; of the data of a DataLoader every
-    so-many-th sample, which costs no more than its first batches. Shuffled data are spread by their first batches.
+    Of a list every so-many-th batch, and so of a loader that reads one after another; of the data of a DataLoader, shuffled or
+    not, every so-many-th sample, which costs no more than its first batches. A loader that draws a part of its
+    data gives its first batches.
     """
     loader, count = task.batches("val"), task.length("val")
     wanted = math.ceil(samples / max(1, batch_size(task.inputs(next(iter(loader))))))
     shuffled = isinstance(loader, DataLoader) and isinstance(loader.sampler, RandomSampler)
+    if _reads_any_sample(loader) and (shuffled or wanted < count):
+        return _every_so_many_th(loader, wanted * (loader.batch_size or 1))
     if wanted >= count or shuffled:
         return some_batches(task, "val", samples, "hold out")
-    if _reads_any_sample(loader):
-        return _every_so_many_th(loader, wanted * (loader.batch_size or 1))
     places = [i * count // wanted for i in range(wanted)]
     if isinstance(loader, list | tuple):
         return [loader[place] for place in places]
@@ -442,17 +463,21 @@ def _spread_batches(task: Task, samples: int) -> Iterable[Any]:
 
 
 def _reads_any_sample(loader: Iterable[Any]) -> TypeGuard[DataLoader[Any]]:
-    """Whether a loader is one of torch's own whose samples come in the order of its data, so that some of them can be read."""
+    """Whether a loader is one of torch's own whose samples are all of its data, in order or shuffled, so that any can be read."""
     if not isinstance(loader, DataLoader) or type(loader) is not DataLoader or loader.batch_size is None:
         return False  # without a size it has a batch_sampler of the user's
-    return type(loader.sampler) is SequentialSampler and type(loader.batch_sampler) is BatchSampler
+    sampler: Any = loader.sampler
+    if type(sampler) is RandomSampler and (sampler.replacement or len(sampler) != len(sampler.data_source)):
+        return False
+    return type(sampler) in (SequentialSampler, RandomSampler) and type(loader.batch_sampler) is BatchSampler
 
 
 def _every_so_many_th(loader: DataLoader[Any], samples: int) -> DataLoader[Any]:
-    """The loader with so many samples of its data, at equal distances, in batches of the same size."""
+    """The loader with so many samples of its data, at equal distances, in batches of the same size; all where it has no more."""
     size, sampler = loader.batch_size or 1, loader.sampler
-    assert isinstance(sampler, SequentialSampler)
+    assert isinstance(sampler, SequentialSampler | RandomSampler)
     held = len(loader) * size if loader.drop_last else len(sampler)
+    samples = min(samples, held)
     chosen = [i * held // samples for i in range(samples)]
     same = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor")
     return DataLoader(

@@ -33,20 +33,28 @@ NAMESPACES = {
     "lr": lr,
 }
 
+OF_FILE = "<run_path>"  # module of what a file defines that the command line, or a written recipe, runs
 SCRIPT_TEXT = '''"""{title}
 
-    python {name} FILE.py      # which defines `model`, trained, and `task`
+    python {name} FILE.py      # which defines {defines}
 """
 
-{imports}
+import runpy
+import sys
+from pathlib import Path
 
-recipe = {recipe}
+import compresskit as ck
 
+given = {{}}
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit(__doc__)
     sys.path.insert(0, str(Path(sys.argv[1]).resolve().parent))  # as if the file were run
     given = runpy.run_path(sys.argv[1])
+{imports}
+recipe = {recipe}
+
+if __name__ == "__main__":
     print(recipe.run(given["model"], given["task"], out=Path(__file__).parent / "{out}"))
 '''
 
@@ -57,7 +65,10 @@ def as_script(recipe: Recipe, *, title: str, name: str, out: str) -> str:
     stages = [f"    {writer.source(stage, f'stage {i}')},\n" for i, stage in enumerate(recipe.stages, 1)]
     dynamic = "" if recipe.dynamic == (0,) else f"    dynamic={writer.source(recipe.dynamic, 'dynamic')},\n"
     text = f"ck.Recipe(\n{''.join(stages)}    seed={recipe.seed},\n    export={recipe.export!r},\n{dynamic})"
-    return SCRIPT_TEXT.format(title=title, name=name, imports=writer.imports(), recipe=text, out=out)
+    text += " if given else None" if writer.defined else ""  # a worker of a loader may import the script
+    defined = ["`model`, trained", "`task`", *(f"`{each}`" for each in writer.defined)]
+    defines = f"{', '.join(defined[:-1])}{',' if writer.defined else ''} and {defined[-1]}"
+    return SCRIPT_TEXT.format(title=title, name=name, defines=defines, imports=writer.imports(), recipe=text, out=out)
 
 
 class SourceWriter:
@@ -66,19 +77,17 @@ class SourceWriter:
     def __init__(self) -> None:
         self.modules: dict[str, str] = {}  # name -> module
 
+    @property
+    def defined(self) -> list[str]:
+        """Names of the file that defines model and task, which no module has."""
+        return sorted(name for name, module in self.modules.items() if module == OF_FILE)
+
     def imports(self) -> str:
-        """The lines that import what was written so far."""
+        """The lines that import what was written so far, or take it from the file that defines model and task."""
         names = sorted(self.modules.items(), key=lambda entry: (entry[1], entry[0]))
-        return "\n".join(
-            [
-                "import runpy",
-                "import sys",
-                "from pathlib import Path",
-                *(f"from {module} import {name}" for name, module in names),
-                "",
-                "import compresskit as ck",
-            ]
-        )
+        lines = [f"from {module} import {name}" for name, module in names if module != OF_FILE]
+        lines += [f'{name} = given.get("{name}")' for name in self.defined]
+        return "".join(f"{line}\n" for line in ["", *lines]) if lines else ""
 
     def source(self, value: Any, where: str) -> str:
         """An expression that makes an equal value. Raises SettingError, which begins with `where`, where there is none."""
@@ -122,7 +131,8 @@ class SourceWriter:
         if (public := public_name(thing)) is not None:
             return public
         module, name = thing.__module__, thing.__qualname__
-        if not name.isidentifier() or module == "__main__":
+        importable = module == OF_FILE or (module != "__main__" and all(part.isidentifier() for part in module.split(".")))
+        if not name.isidentifier() or not importable:
             raise SettingError(
                 f"{where}: {name} of {module} cannot be imported, so that no recipe can be written with it; put it into a module,"
                 " or use functools.partial of a function of one"

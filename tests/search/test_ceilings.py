@@ -92,6 +92,14 @@ def test_excesses_and_the_nearest_budget() -> None:
     assert not slow.excesses(eval(nearest, vars(ck)).absolute(DENSE))
 
 
+def test_the_nearest_budget_trains_as_long_and_is_met_by_large_numbers_too() -> None:
+    figures = Figures(metric=9e6, drop=1234.56781, latency=1.0, bytes=12_345_432, macs=1)
+    budget = ck.at_most(bytes=12_345_432.1, drop=1000, minutes="90s")
+    nearest = nearest_budget([figures], budget, budget.absolute(DENSE))
+    assert nearest == 'at_most(bytes=12345432.1, drop="1234.5679", minutes=1.5)'
+    assert not figures.excesses(eval(nearest, vars(ck)).absolute(DENSE))
+
+
 def test_pareto_keeps_what_nothing_dominates() -> None:
     points = [(1.0, 5.0), (2.0, 5.0), (2.0, 3.0), (3.0, 4.0), (4.0, 1.0), (4.0, 1.0)]
     assert pareto(list(range(6)), points) == [0, 2, 4]

@@ -17,6 +17,7 @@ from residual import ResNet
 import compresskit as ck
 from compresskit.base.files import read_json
 from compresskit.cli import main
+from compresskit.export.files import read_metadata
 from compresskit.prune.depth.merging import saved_macs
 from compresskit.search.candidate import Candidate, Removable
 from compresskit.search.figures import Figures
@@ -49,6 +50,13 @@ def test_the_file_meets_the_budget(found, task) -> None:
     assert len(found.tried) == 2
     best = min((t for t in found.tried if t.figures), key=lambda t: t.figures.drop)
     assert found.chosen.figures.drop == best.figures.drop  # the drop has no ceiling, so it is minimised
+
+
+def test_the_file_of_a_candidate_says_no_more_of_its_stages_than_that_of_its_run(found) -> None:
+    """What is said takes bytes, and files are judged by their bytes."""
+    for tried in found.tried:
+        file = found.code.parent / "candidates" / tried.candidate.name / "model.onnx"
+        assert read_metadata(file)["stage"]["settings"] == read_metadata(found.onnx)["stage"]["settings"]
 
 
 def test_it_says_what_was_tried_and_why(found) -> None:
@@ -145,6 +153,8 @@ def test_finalists_are_trained(model, task, tmp_path) -> None:
     [
         ({"budget": 5}, r'compress\(budget\): wanted a budget such as ck.at_most\(latency="5ms"\), got 5'),
         ({"budget": ck.at_most(drop=0.5)}, r'write drop=0.005 or drop="0.5pt" for 0.5 points'),
+        ({"budget": ck.at_most(drop=5)}, r'write drop=0.05 or drop="5pt" for 5 points$'),
+        ({"budget": ck.at_most(drop="200pt")}, "wanted less than 1, which is 100 points, .* got 2, which is 200 points"),
         ({"trials": 0}, r"compress\(trials=...\): wanted a whole number >= 1, got 0"),
         ({"train": 3}, r"compress\(train=...\): wanted a Train, got 3"),
         (

@@ -19,6 +19,7 @@ from compresskit.search.latency.stopwatch import Stopwatch
 from compresskit.search.outcome import Tried
 from compresskit.search.proxy import Workshop
 from compresskit.search.workers import Worker
+from compresskit.train.callbacks import StepReport
 
 QUICK = {"trials": 2, "finalists": 1, "seconds": 0.02}
 CEILING = 1000
@@ -102,6 +103,21 @@ def test_where_trainings_fail_files_without_training_are_taken(finals, told) -> 
     assert candidates[0].untrainable == str(lost)
 
 
+@pytest.mark.parametrize("minimise", ["drop", "bytes"])
+def test_what_was_measured_since_and_is_better_is_run_too(minimise, finals, told) -> None:
+    """As where a finished search is called again with more trials."""
+    files, runs = told
+    ceilings = {"drop": {"bytes": float(CEILING)}, "bytes": {"drop": 0.5}}[minimise]
+    finals = replace(finals, train=None, ceilings=ceilings, minimise=minimise)
+    candidates = [tried(WHOLE, 0.2, 900), tried(HALF, 0.3, 950)]
+    better, worse = tried(QUARTER, 0.1, 500), tried(Candidate(macs=0.7), 0.4, 960)
+    files |= {(t.candidate, True): t.figures for t in (*candidates, better, worse)}
+    assert finals.run(candidates, 1) is candidates[0]
+    assert finals.run([*candidates, worse], 1) is candidates[0]
+    assert finals.run([*candidates, worse, better], 1) is better
+    assert runs == [(WHOLE, True), (QUARTER, True)]
+
+
 def test_of_two_files_of_a_finalist_that_which_keeps_the_ceilings_is_the_better_one(finals, told) -> None:
     files, _ = told
     whole = tried(WHOLE, 0.0, CEILING)
@@ -115,6 +131,26 @@ def test_a_training_whose_file_is_too_large_is_no_rival_of_others(finals, told) 
     files |= {(WHOLE, True): figures(0.1, 2000), (WHOLE, False): figures(0.0)}  # without it, it keeps the ceilings
     finals.run([tried(WHOLE, 0.0)], 1)
     assert [trial.user_attrs.get("over") for trial in finals.study.trials] == [True]
+
+
+@pytest.mark.parametrize(("epochs", "stage", "stopped"), [(1, "prune", None), (2, "prune", 0.75), (2, "QAT", None)])
+def test_a_training_that_is_over_is_not_given_up(epochs, stage, stopped, finals, told, monkeypatch) -> None:
+    """Of one epoch, none is left for rounding: its end is the end of the whole training."""
+    files, _ = told
+    files[HALF, True] = figures(0.1)
+    end = StepReport(stage="1", training=stage, step=9, steps=9, epoch=1, losses={}, learning_rates=[], metric=0.5)
+
+    def run(self, candidate, recipe, *, trains=True):
+        for watch in recipe.on_step:
+            watch(end)
+        return candidate, trains
+
+    monkeypatch.setattr(Finals, "_run", run)
+    finals = replace(finals, train=ck.Train(epochs=epochs))
+    trial = finals.study.ask()
+    monkeypatch.setattr(trial, "should_prune", lambda: True)
+    finals.run_one(tried(HALF, 0.3), trial)
+    assert finals.study.trials[-1].user_attrs.get("stopped") == stopped
 
 
 def test_times_of_files_without_training_have_to_be_less_by_more_than_the_noise(finals, tmp_path) -> None:

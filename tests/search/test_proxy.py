@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 import compresskit as ck
 from compresskit.search.proxy import Workshop, held_out
@@ -123,9 +123,40 @@ def test_all_data_are_held_out_where_there_are_not_more(samples) -> None:
     assert torch.equal(torch.cat([x for x, _ in held]), data.dataset.tensors[0])
 
 
-def test_shuffled_data_are_held_out_as_they_come() -> None:
+def test_shuffled_data_are_held_out_like_others() -> None:
     first = held_out(ck.Task(val=by_class(shuffle=True, generator=torch.Generator().manual_seed(0))), 30, (0,)).val
     assert [len(y) for _, y in first] == [8, 8, 8, 8]
+    assert torch.cat([y for _, y in first]).bincount(minlength=3).min() >= 8
+
+
+@pytest.mark.parametrize("samples", [30, 120])
+def test_each_process_holds_out_the_same_shuffled_data(samples) -> None:
+    loader = by_class(shuffle=True)
+    parts = []
+    for seed in (1, 2):  # of the process
+        torch.manual_seed(seed)
+        parts.append(held_out(ck.Task(val=loader), samples, (0,)).val)
+    assert all(torch.equal(x, y) for one, other in zip(*parts, strict=True) for x, y in zip(one, other, strict=True))
+    torch.manual_seed(3)
+    drawn = DataLoader(loader.dataset, batch_size=8, sampler=RandomSampler(loader.dataset, num_samples=40))
+    assert [len(y) for _, y in held_out(ck.Task(val=drawn), 30, (0,)).val] == [8, 8, 8, 8]
+
+
+def test_a_drop_is_to_the_uncompressed_model_on_the_same_samples(tmp_path, caplog) -> None:
+    def task() -> ck.Task:
+        return ck.Task(val=[(torch.randn(8, 4), torch.randint(0, 3, (8,)))])
+
+    model = torch.nn.Linear(4, 3).eval()
+    first = Workshop(
+        model=model, task=task(), held=task(), out=tmp_path, samples=8, batch=1, threads=1, seconds=0.02, seed=0,
+        target=ck.quant.X86,
+    )  # fmt: skip
+    found = first.dense()
+    other = replace(first, held=task())
+    for shop in (first, other, other, replace(first)):
+        assert shop.dense().metric == pytest.approx(ck.evaluate(model, shop.held))
+    assert first.dense() == found
+    assert "gives other samples than when" in caplog.text
 
 
 def test_the_folder_of_the_other_direction_is_refused_by_name(tmp_path) -> None:

@@ -77,6 +77,18 @@ def test_latencies_are_of_the_batch_of_the_budget(tmp_path, monkeypatch) -> None
     assert torch.equal(timed[0][0][32:64], task.val[0][0])
 
 
+@pytest.mark.usefixtures("by_formula")
+def test_a_file_may_take_one_batch_alone_which_is_that_of_the_data(tmp_path) -> None:
+    model, task = regression()
+    rows = [(x, x[:, :1].sin()) for x in torch.randn(2, 80, 6)]
+    task = replace(task, train=rows, val=rows)
+    with pytest.raises(ck.SettingError, match=r"files take batches of 80 rows alone, .*; write at_most\(batch=80\)"):
+        ck.compress(model, task, ck.at_most(bytes="2x"), out=tmp_path / "s", dynamic=(), **QUICK)
+    assert not (tmp_path / "s").exists()
+    found = ck.compress(model, task, ck.at_most(bytes="2x", batch=80), out=tmp_path / "s", dynamic=(), **QUICK)
+    assert ck.verify_onnx(found.onnx, found.model, [rows[0][:1]]).passed
+
+
 @pytest.mark.parametrize("outputs", [1, 3])
 @pytest.mark.usefixtures("by_formula")
 def test_a_regression_imitates_what_it_predicts(outputs, tmp_path, monkeypatch) -> None:

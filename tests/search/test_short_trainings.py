@@ -75,7 +75,7 @@ def test_a_short_training_has_a_fraction_of_the_steps(trainings) -> None:
 
 
 def test_minutes_are_set_aside_for_short_trainings_where_there_are_some(trainings, monkeypatch) -> None:
-    clock = itertools.count()  # four steps take a second, so that one, with rounding, is taken to take 0.375
+    clock = itertools.cycle([0, 1, 0, 1.5, 0, 0])  # four steps take a second, and 1.5 with rounding; the metric takes none
     monkeypatch.setattr(training, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     shop = trainings.finals.workshop
 
@@ -326,7 +326,7 @@ def test_only_a_file_that_keeps_the_ceilings_lets_others_be_given_up(over, best,
 
     def run(self, candidate, recipe, **settings):
         for step in (50, 100, 150, 200):
-            watch(SimpleNamespace(training="QAT", step=step, steps=200, metric=metrics[candidate.blocks]))
+            watch(SimpleNamespace(stage="1-qat", training="QAT", step=step, steps=200, metric=metrics[candidate.blocks]))
         return candidate
 
     def recipe(self, candidate, on_step=None, **settings):

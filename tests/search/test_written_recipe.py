@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import runpy
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import compresskit as ck
+from compresskit.cli import main
+from compresskit.search.candidate import Candidate
 
 QUICK = {"trials": 2, "finalists": 1, "seconds": 0.02}
 pytestmark = pytest.mark.usefixtures("by_formula")
@@ -39,6 +44,46 @@ def test_the_written_recipe_runs_a_file_that_imports_one_beside_it(model, task, 
     assert (tmp_path / "moved" / "again" / "model.onnx").exists()
     assert not (tmp_path / "s").exists()
     assert sys.modules.pop("beside_it").__file__ == str(tmp_path / "beside_it.py")
+
+
+OPTIMIZER = "def adam(parameters, lr=0.001):\n    return torch.optim.Adam(parameters, lr=lr)\n"
+MINE = """import torch
+import compresskit as ck
+{optimizer}
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(12, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4)).eval()
+batches = [(torch.randn(16, 12), torch.arange(16) % 4) for _ in range(2)]
+task = ck.Task(train=batches, val=batches)
+train = ck.Train(steps=4, optimizer=adam)
+"""
+
+
+@pytest.mark.parametrize("optimizer", [OPTIMIZER, "from beside_them import adam"], ids=["of the file", "of one beside it"])
+def test_the_written_recipe_runs_in_a_process_of_its_own(optimizer, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("compresskit.search.explore.first_candidates", lambda **_: [Candidate(macs=0.5)])
+    monkeypatch.setattr("sys.path", [*sys.path])
+    (tmp_path / "beside_them.py").write_text(f"import torch\n{OPTIMIZER}")
+    mine, out = tmp_path / "mine.py", tmp_path / "s"
+    mine.write_text(MINE.format(optimizer=optimizer))
+    quick = ["--trials", "1", "--finalists", "1", "--seconds", "0.02", "--out", str(out)]
+    assert main(["compress", str(mine), "--size", "100KB", *quick]) == 0
+    sys.modules.pop("beside_them", None)
+    assert "adam" in (out / "recipe.py").read_text()
+    runpy.run_path(str(out / "recipe.py"))  # as a worker of a loader imports it
+    root = {"PYTHONPATH": str(Path(ck.__file__).parents[1])}
+    subprocess.run([sys.executable, str(out / "recipe.py"), str(mine)], cwd="/", env=os.environ | root, check=True)
+    (trained,) = (out / "trained").glob("*/model.onnx")
+    assert (out / "again" / "model.onnx").read_bytes() == trained.read_bytes()
+
+
+def test_a_function_that_no_written_recipe_can_have_is_refused(model, task, tmp_path) -> None:
+    def adam(parameters):
+        return torch.optim.Adam(parameters)
+
+    for module, name in (("__main__", "adam"), ("<string>", "adam"), (__name__, "test.<locals>.adam")):
+        adam.__module__, adam.__qualname__ = module, name
+        with pytest.raises(ck.SettingError, match=r"cannot be imported, so that no recipe can be written with it"):
+            ck.compress(model, task, ck.at_most(bytes="2x"), out=tmp_path, train=ck.Train(steps=1, optimizer=adam), **QUICK)
 
 
 @pytest.mark.parametrize(("train", "shown"), [(None, {""}), (ck.Train(epochs=1), {"0", "1"})], ids=["not trained", "trained"])

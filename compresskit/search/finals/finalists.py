@@ -17,11 +17,13 @@ from typing import Any
 
 from compresskit.base.errors import ExportError, TrainingError
 from compresskit.base.fingerprint import describe, short_hash
+from compresskit.base.progress import announce
 from compresskit.export.files import file_bytes
 from compresskit.recipe.recipe import Recipe, Result
 from compresskit.search.candidate import QAT_SHARE, UNCOMPRESSED, Candidate, Removable
 from compresskit.search.ceilings import MEASURED
 from compresskit.search.figures import Figures
+from compresskit.search.finals.minutes import TRAINED_FOR, StepTimer, timer_of, trained_for
 from compresskit.search.latency.stopwatch import Stopwatch
 from compresskit.search.outcome import Tried
 from compresskit.search.proxy import NAME_DIGITS, Workshop
@@ -56,6 +58,8 @@ class Finals:
         ceilings: that a file must keep. minimise: quantity that is minimised among those that keep them.
         train: of each candidate, in all its stages; None trains nothing.
         worker: this process.
+        seconds: that all trainings may take together, those of other processes included; None for no end.
+        short_seconds: that the steps of short trainings took of them.
         remaining: the part of the drop before it that the last training left, `LEAST_LEFT` at least; None before the first.
     """
 
@@ -67,6 +71,8 @@ class Finals:
     minimise: str
     train: Train | None
     worker: Worker
+    seconds: float | None = None
+    short_seconds: float = 0.0
     remaining: float | None = None
 
     def __post_init__(self) -> None:
@@ -104,10 +110,13 @@ class Finals:
                 best = self._best(tried)
                 done = sum(t.trained is not None or t.stopped is not None for t in tried)
                 failed = sum(t.failed for t in tried)
-                # Without training the others were measured already, and are worse.
-                ended = best is not None and self.train is None and self.minimise == "drop"
                 following = trial = None
-                if not ended and done + len(at_work) < most and failed <= most:
+                ended = best is not None and self.train is None and self.minimise == "drop"
+                if (
+                    best is not None and self.train is None
+                ):  # what was run was the best; only what was measured since may be better
+                    following = self.next_finalist(self._measured_better(tried, best), best, at_work)
+                if following is None and not ended and done + len(at_work) < most and failed <= most and self._has_time():
                     following = self.next_finalist(tried, best, at_work)
                 if following is not None:
                     trial = self._trial(self.folder(following.candidate))
@@ -117,6 +126,33 @@ class Finals:
                 return best
             else:
                 time.sleep(PAUSE)
+
+    def _measured_better(self, tried: Sequence[Tried], best: Tried) -> list[Tried]:
+        """The candidates that keep the ceilings surely, and had less of what is minimised than the best when it was measured."""
+        assert best.figures is not None
+        least, sure = best.figures.get(self.minimise), self._sure_ceilings()
+        measured = [(t.figures, t) for t in tried if t.figures is not None]
+        return [t for found, t in measured if found.get(self.minimise) < least and not found.excesses(sure)]
+
+    def _has_time(self) -> bool:
+        """Whether another training may begin: where none is given up early, one as long as those so far has to fit."""
+        if self.seconds is None:
+            return True
+        trials = self.study.get_trials(deepcopy=False)
+        spent = sum(map(trained_for, trials))
+        longest = max((trained_for(t) for t in trials if t.state == self.states.COMPLETE), default=0.0)
+        ended = spent and self.short_seconds + spent + (0.0 if self.minimise == "drop" else longest) >= self.seconds
+        if ended:
+            announce(log, "compress: no other finalist is trained, since the minutes are over")
+        return not ended
+
+    def _must_end(self, trial: Any, timer: StepTimer) -> bool:
+        """Whether the training of a trial has to end, since the minutes are over, and it is not the first."""
+        if self.seconds is None:
+            return False
+        others = [t for t in self.study.get_trials(deepcopy=False) if t.number != trial.number and trained_for(t)]
+        first = all(t.state == self.states.FAIL or (t.state == self.states.RUNNING and t.number > trial.number) for t in others)
+        return not first and self.short_seconds + sum(map(trained_for, others)) + timer.seconds >= self.seconds
 
     def _run_untrained(self, tried: Sequence[Tried], most: int) -> Tried | None:
         """Run candidates without training that were measured within all ceilings so, as long as they promise more than the best.
@@ -212,13 +248,21 @@ class Finals:
         surely: only those that keep that on the latency by more than latencies are known to, and that on the bytes by what the
             settings of a training take in a file, where there are some: once it is trained, a file is measured again.
         """
-        measured = {name: ceiling for name, ceiling in self.ceilings.items() if name in MEASURED}
+        measured = self._measured_ceilings()
         kept = [(t.figures, t) for t in tried if t.figures is not None and t.candidate != UNCOMPRESSED]
         kept = [(figures, t) for figures, t in kept if not figures.excesses(measured)]
         if surely:
-            sure = {name: self._surely(name, ceiling) for name, ceiling in measured.items()}
+            sure = self._sure_ceilings()
             kept = [(figures, t) for figures, t in kept if not figures.excesses(sure)] or kept
         return [t for _, t in kept]
+
+    def _measured_ceilings(self) -> dict[str, float]:
+        """The ceilings on what training does not change."""
+        return {name: ceiling for name, ceiling in self.ceilings.items() if name in MEASURED}
+
+    def _sure_ceilings(self) -> dict[str, float]:
+        """The same, as far as a file without training may be to keep them surely."""
+        return {name: self._surely(name, ceiling) for name, ceiling in self._measured_ceilings().items()}
 
     def _surely(self, name: str, ceiling: float) -> float:
         """What a file without training may have at most, to be sure that it keeps a ceiling when it is measured again."""
@@ -286,15 +330,20 @@ class Finals:
 
         def watch(report: StepReport) -> None:
             nonlocal rung_reached
+            timer.step(report)
+            if self._must_end(trial, timer):
+                raise GivenUp
             if report.metric is None:
                 return
             rung_reached = self._rung(candidate, report)
             trial.report(report.metric, rung_reached)
+            trial.set_user_attr(TRAINED_FOR, timer.seconds)
             if rung_reached < RUNGS and self.minimise == "drop" and trial.should_prune():
                 raise GivenUp
 
         try:
-            result = self._run(candidate, self.recipe(candidate, watch))
+            with timer_of(trial) as timer:
+                result = self._run(candidate, self.recipe(candidate, watch))
         except GivenUp:
             trial.set_user_attr("stopped", rung_reached / RUNGS)
             trial.set_user_attr("seconds", time.perf_counter() - begin)
@@ -379,6 +428,6 @@ class Finals:
         """Which quarter of all trainings of the candidate a step ends, from 1."""
         assert self.train is not None
         fraction = report.step / report.steps
-        if candidate.trains_in_two_parts(self.train):
+        if candidate.trains_in_two_parts(self.train) and (self.train.steps or self.train.epochs or 0) > 1:
             fraction = 1 - (1 - fraction) / QAT_SHARE if report.training == "QAT" else fraction * (1 - 1 / QAT_SHARE)
         return max(1, round(fraction * RUNGS))

@@ -23,8 +23,10 @@ from compresskit.recipe.locks import exclusive, is_locked
 from compresskit.search.candidate import Candidate
 from compresskit.search.figures import Figures
 from compresskit.search.finals.finalists import Finals
+from compresskit.search.finals.minutes import StepTimer
 from compresskit.search.outcome import Tried
 from compresskit.search.proxy import NAME_DIGITS, Workshop
+from compresskit.train.callbacks import as_callbacks
 from compresskit.train.train import Train
 
 log = logging.getLogger(__name__)
@@ -100,6 +102,7 @@ class ShortTrainings:
                 self._outcome(candidate, short)
         for candidate, same in alike.items():
             outcome = self._outcome(candidate, short)
+            self.finals.short_seconds += outcome.get("training", 0.0)
             for each in same:
                 each.short, each.short_seconds = outcome.get("drop"), 0.0
             same[0].short_seconds = outcome["seconds"]
@@ -134,7 +137,8 @@ class ShortTrainings:
 
     def _outcome(self, candidate: Candidate, short: Train) -> dict[str, Any]:
         """The drop on the held-out data after a short training, or why there is none, and the seconds; once for a folder."""
-        shop, begin = self.finals.workshop, time.perf_counter()
+        shop, begin, timer = self.finals.workshop, time.perf_counter(), StepTimer()
+        timed = replace(short, on_step=(*as_callbacks(short.on_step, "Train(on_step=...)"), timer.step))
         folder = shop.folder(candidate)
         path = folder / f"short-{short_hash(describe(short), NAME_DIGITS)}.json"
         folder.mkdir(parents=True, exist_ok=True)
@@ -142,7 +146,7 @@ class ShortTrainings:
             if path.exists():
                 return read_json(path, "what a candidate loses after a short training")
             try:
-                model, _ = shop.compressed(candidate, self.finals.order, shop.samples, train=short)
+                model, _ = shop.compressed(candidate, self.finals.order, shop.samples, train=timed)
                 lost = (self.dense.metric - evaluate(model, shop.held)) * (1 if shop.task.prefers_higher else -1)
             except CheckpointError:
                 raise  # of the disk or the folder, not of the candidate
@@ -152,7 +156,7 @@ class ShortTrainings:
             else:
                 announce(log, "compress: %s loses %.4f after %d steps of training", candidate.name, lost, short.steps)
                 outcome = {"drop": lost}
-            outcome["seconds"] = time.perf_counter() - begin
+            outcome |= {"seconds": time.perf_counter() - begin, "training": timer.seconds}
             write_json(path, outcome)
             return outcome
 

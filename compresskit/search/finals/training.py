@@ -23,19 +23,22 @@ from compresskit.distill import imitate
 from compresskit.distill.losses import hint
 from compresskit.distill.objectives.imitate import Imitate
 from compresskit.graph.surgery import copy_model, frozen_copy, no_attention_fastpath
+from compresskit.measure import evaluate
+from compresskit.quant import QAT
 from compresskit.recipe.preflight import missing_target
 from compresskit.search.candidate import Candidate, Removable
 from compresskit.search.ceilings import Ceiling
 from compresskit.search.finals.finalists import RUNGS
 from compresskit.search.finals.short_trainings import most_steps
-from compresskit.search.proxy import NAME_DIGITS, Workshop, with_reference
+from compresskit.search.proxy import NAME_DIGITS, SKETCH_SAMPLES, Workshop, with_reference
 from compresskit.search.study import STEP_OF_RANK, first_candidates
+from compresskit.train.callbacks import StepReport
 from compresskit.train.train import Train
 
 log = logging.getLogger(__name__)
 
-TIMED_STEPS = 4  # of a training, from which the length that fits into the minutes is taken
-ROUNDED_STEP = 1.5  # what a step with rounding takes, relative to one without
+TIMED_STEPS = 4  # of a training, after as many others, from which the length that fits into the minutes is taken
+ROUNDED_STEP = 1.5  # what a step with rounding is taken to take, relative to one without, where it cannot be measured
 
 
 def with_objective(train: Train, model: nn.Module, task: Task) -> Train:
@@ -108,15 +111,20 @@ def _one_of_each_kind(order: Removable) -> Iterator[Candidate]:
 
 
 def training_within(
-    workshop: Workshop, train: Train | None, minutes: Ceiling | None, *, finalists: int, fills: bool
+    workshop: Workshop, train: Train | None, minutes: Ceiling | None, *, finalists: int, fills: bool, in_full: bool = False
 ) -> Train | None:
     """The training of each finalist: no longer than all of them may take together. None where nothing is trained.
 
     fills: whether it takes all of the minutes, or at most as many steps as it has.
+    in_full: whether no finalist is given up early.
     """
     if train is not None and minutes is not None:
-        fits = _steps_within(workshop, train, minutes.value, finalists)
-        wanted = fits if fills else min(fits, train.length(workshop.task).steps)
+        length = train.length(workshop.task)
+        if train.steps is None and train.validate_every:  # what it counts are steps from here on
+            train = replace(train, validate_every=train.validate_every * (length.steps_per_epoch or 1))
+        trainings = finalists if in_full else 1 + (finalists - 1) / RUNGS  # the others are given up, most of them early
+        fits = _steps_within(workshop, replace(train, steps=1, epochs=None), minutes.value, finalists, trainings)
+        wanted = fits if fills else min(fits, length.steps)
         train = replace(train, steps=wanted, epochs=None)
         announce(log, "compress: %d steps for each finalist", wanted)
     if train is None or train.validate_every is not None:
@@ -124,23 +132,55 @@ def training_within(
     return replace(train, validate_every=math.ceil((train.steps or train.epochs or 1) / RUNGS))
 
 
-def _steps_within(workshop: Workshop, train: Train, minutes: float, finalists: int) -> int:
-    """How many steps each finalist has. What was measured once is kept, so that an interrupted training goes on."""
-    path = workshop.out / f"steps-{short_hash([minutes, finalists, describe(train)], NAME_DIGITS)}.json"
+def _steps_within(workshop: Workshop, train: Train, minutes: float, finalists: int, trainings: float) -> int:
+    """How many steps each finalist has. What was measured once is kept, so that an interrupted training goes on.
+
+    trainings: how many of this length all finalists have together.
+    """
+    path = workshop.out / f"steps-{short_hash([minutes, finalists, trainings, describe(train)], NAME_DIGITS)}.json"
     if path.exists():
         return int(read_json(path, "the length of a training")["steps"])
-    task = with_reference(workshop.task, workshop.model)
-    probe = replace(train, steps=TIMED_STEPS, epochs=None, validate_every=0, keep_best=False, patience=None)
-    probe(copy_model(workshop.model), task)  # the first steps are slower than the others
-    begin = time.perf_counter()
-    probe(copy_model(workshop.model), task)
-    a_step = ROUNDED_STEP * (time.perf_counter() - begin) / TIMED_STEPS
-    trainings = 1 + (finalists - 1) / RUNGS  # the others are given up, most of them early
-    fits = most_steps(minutes * 60 / a_step, trainings)
+    a_step, a_measurement = _seconds_of(workshop, train)
+    left = minutes * 60
+    if train.validate_every is None:
+        left -= trainings * RUNGS * a_measurement
+    elif train.validate_every:
+        a_step += a_measurement / train.validate_every
+    fits = most_steps(max(0.0, left) / a_step, trainings)
     if fits < RUNGS:
         raise SettingError(
-            f"at_most(minutes={minutes:g}): {finalists} finalists have {fits} steps, at {a_step:.2f} s each, wanted at least"
-            f" {RUNGS}; leave minutes= and train= out to train nothing"
+            f"at_most(minutes={minutes:g}): {finalists} finalists have {fits} steps, at {a_step:.2f} s each, and"
+            f" {a_measurement:.2f} s for each measurement of the metric, wanted at least {RUNGS}; leave minutes= and train= out"
+            " to train nothing"
         )
     write_json(path, {"steps": fits})
     return fits
+
+
+def _seconds_of(workshop: Workshop, train: Train) -> tuple[float, float]:
+    """Seconds of a step of a training, and of a measurement of the metric in it, with rounding where that is slower."""
+    probe = replace(train, steps=2 * TIMED_STEPS, epochs=None, validate_every=0, keep_best=False, patience=None)
+    in_float = with_rounding = _seconds_of_a_step(workshop, probe)
+    (qat,) = workshop.stages(Candidate(), Removable(), samples=workshop.samples, train=probe)
+    if isinstance(qat, QAT):
+        try:
+            with_rounding = _seconds_of_a_step(workshop, replace(qat, samples=SKETCH_SAMPLES, freeze=1.0))
+        except CompressError:  # it cannot be rounded as a whole
+            with_rounding = ROUNDED_STEP * in_float
+    begin = time.perf_counter()
+    evaluate(workshop.model, workshop.task)
+    a_measurement = time.perf_counter() - begin
+    slower = max(1.0, with_rounding / in_float)
+    return slower * in_float, slower * a_measurement
+
+
+def _seconds_of_a_step(workshop: Workshop, probe: Train) -> float:
+    """Of the steps of a training those after the first ones, which are slower."""
+    times: list[float] = []
+
+    def clock(report: StepReport) -> None:
+        if report.step in (TIMED_STEPS, 2 * TIMED_STEPS):
+            times.append(time.perf_counter())
+
+    replace(probe, on_step=clock)(copy_model(workshop.model), with_reference(workshop.task, workshop.model))
+    return (times[1] - times[0]) / TIMED_STEPS

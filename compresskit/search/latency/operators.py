@@ -156,10 +156,10 @@ def operator_of(node: Any, kernel: Kernel, stored: Mapping[str, TypedShape]) -> 
     weight = inputs.get(node.input[place], first)[1] if place < len(node.input) else ()
     form: list[Any] = [len(inputs), *(f"{name}={_plain(sizes[name])}" for name in TOLD_APART if name in sizes)]
     kind = f"{node.domain.removeprefix('com.')}:{node.op_type} {first[0]}".lstrip(":")
-    if "Conv" in node.op_type:
+    if "Conv" in node.op_type and weight:
         groups = sizes["group"].i if "group" in sizes else 1
         kind += "" if groups == 1 else " depthwise" if len(weight) > 1 and weight[1] == 1 else " grouped"
-        form += [weight[2:], _positions(first[1], "channels_last" in sizes), len(computed)]
+        form += [weight[2:], _positions(first[1], "channels_last" in sizes or node.op_type.startswith("Nhwc")), len(computed)]
         alignment = [_alignment(weight[1] * groups), _alignment(weight[0])]
     else:
         form += [len(first[1]), bool(constant)]
@@ -223,7 +223,7 @@ def _macs(node: Any, kernel: Kernel, first: Sequence[int], weight: Sequence[int]
         return float(math.prod(first[:2]) * sum(math.prod(shape) for _, shape in matrices))
     if node.op_type == "ConvTranspose":
         return float(math.prod(first) * math.prod(weight[1:]))
-    if "Conv" in node.op_type:
+    if "Conv" in node.op_type and weight:
         return float(made * math.prod(weight[1:]))
     if node.op_type in WEIGHT or node.op_type == "MatMulNBits":
         return float(made * (first or (1,))[-1])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import statistics
+from dataclasses import replace
 
 import networks
 import pytest
@@ -104,3 +106,43 @@ def test_the_latency_that_was_measured_counts(tmp_path) -> None:
     measured = measure_operators(path, x, threads=1, seconds=0.02, milliseconds=50.0)
     assert measured.milliseconds == 50.0
     assert sum(milliseconds for _, milliseconds in measured.operators) + measured.outside == pytest.approx(50.0)
+
+
+def test_each_file_is_predicted_from_the_others_alone() -> None:
+    """The error that is stated is that of files which the model has not seen; an underestimate counts as an overestimate does."""
+    slow = network(24)
+    slow = replace(slow, milliseconds=3 * slow.milliseconds, operators=tuple((o, 3 * t) for o, t in slow.operators))
+    files, errors = [*KNOWN, slow], []
+    for file in files:
+        others = LatencyModel([other for other in files if other is not file])
+        errors.append(abs(others.predict([operator for operator, _ in file.operators]) / file.milliseconds - 1))
+    found = LatencyModel(files).error()
+    assert (found.largest, found.median) == pytest.approx((max(errors), statistics.median(errors)))
+    assert max(errors) > 0.5
+
+
+@pytest.mark.parametrize("other", [{"form": "3x3 of stride 2"}, {"alignment": (1, 8)}])
+def test_kernels_of_other_forms_are_told_apart(other) -> None:
+    fast = conv(16, 16)
+    times = {fast: 0.1, replace(fast, **other): 0.4}
+    files = [MeasuredFile(milliseconds=4 * t, outside=0.0, operators=((o, t),) * 4) for o, t in times.items()]
+    model = LatencyModel(files)
+    for operator, milliseconds in times.items():
+        assert model.kinds["Conv float"].milliseconds([operator])[0] == pytest.approx(milliseconds, rel=0.1)
+
+
+def test_what_was_measured_more_often_is_trusted_more() -> None:
+    fast, slow = conv(16, 16), conv(16, 16, form="another")
+
+    def missing(times: int) -> float:
+        file = MeasuredFile(milliseconds=0.5, outside=0.0, operators=((fast, 0.1), (slow, 0.4)) * times)
+        return abs(LatencyModel([file]).kinds["Conv float"].milliseconds([fast])[0] / 0.1 - 1)
+
+    assert missing(25) < 0.2 * missing(1)
+
+
+def test_an_operator_that_the_profiler_does_not_see_takes_almost_no_time() -> None:
+    unseen = replace(conv(8, 8), kind="Reshape float", macs=0.0)
+    files = [replace(file, operators=(*file.operators, (unseen, 0.0))) for file in KNOWN]
+    predicted = LatencyModel(files).predict([operator for operator, _ in files[2].operators])
+    assert predicted == pytest.approx(files[2].milliseconds, rel=0.05)
