@@ -239,7 +239,7 @@ def _hashed(weight: Tensor, seed: int) -> Tensor:
     """One 64-bit number for each row, from its bits."""
     bits = weight.float().contiguous().view(torch.int32).long()
     factors = torch.randint(-(2**62), 2**62, (bits.shape[1],), generator=torch.Generator().manual_seed(seed)) * 2 + 1
-    number = (bits * factors.to(bits.device)).sum(1) + seed
+    number = (bits * factors.to(bits.device)).sum(1)
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):  # the finalizer of splitmix64
         number = (number ^ (number >> shift)) * factor
     return number ^ (number >> 31)

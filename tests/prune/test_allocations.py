@@ -67,3 +67,18 @@ def test_measured_allocation_takes_the_cheapest() -> None:
 def test_uniform_gives_every_layer_the_same_ratio() -> None:
     weights = {"a": torch.zeros(5, 4), "b": torch.zeros(3, 4)}
     assert uniform_ratios(weights, 0.3) == {"a": 0.3, "b": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("curve", "slope", "ratio", "wanted"),
+    [
+        # Half of it costs 2 a weight and three quarters 1.47: the lower hull goes past the dear half.
+        ({0.0: 0.0, 0.5: 1.0, 0.75: 1.1, 0.9: 5.0}, 1.5, 0.375, (0.75, 0.0)),
+        # A loss below the dense one is noise: what follows costs 2.5 a weight, counted from the dense loss, and not 3.
+        ({0.0: 1.0, 0.5: 0.8, 0.9: 2.0}, 2.7, 0.4, (0.8, 0.0)),
+    ],
+)
+def test_measured_losses_count_on_the_lower_hull_of_a_curve_that_does_not_fall(curve, slope, ratio, wanted) -> None:
+    weights = {"a": torch.zeros(100), "b": torch.zeros(100)}
+    ratios = measured_ratios({"a": curve, "b": {0.0: 1.0, 0.9: 1.0 + 0.9 * slope}})(weights, ratio)
+    assert (ratios["a"], ratios["b"]) == pytest.approx(wanted)

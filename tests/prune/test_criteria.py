@@ -311,6 +311,14 @@ def test_collected_activations() -> None:
     torch.testing.assert_close(mean_activation(s), wanted.mean(1), rtol=0.1, atol=0.02)
 
 
+def test_a_part_of_slices_has_the_same_columns_of_all_that_they_hold() -> None:
+    columns = torch.tensor([True, False, True, True, False])
+    held = {name: torch.randn(4, 5) for name in ("weight", "grad", "hessian", "norms")}
+    held |= {"reads": columns, "layers": torch.arange(5), "sample_grad": torch.randn(3, 4, 5)}
+    part = Slices(**held).part(columns)
+    assert all(torch.equal(getattr(part, name), values[..., columns]) for name, values in held.items())
+
+
 def test_collected_losses() -> None:
     """The loss without some channels is that of a model with exactly those weights zeroed, and the model is left as it was."""
     model, task = build(networks.Chain), images_task(ck, samples=32, classes=4)

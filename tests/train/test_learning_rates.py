@@ -65,7 +65,7 @@ def plain_rates(make, each_step: bool) -> list[float]:
     return rates
 
 
-def trained(schedule, folder: Path | None = None, stop_after: int | None = None, **settings):
+def trained(schedule, folder: Path | None = None, stop_after: int | None = None, on_epoch=None, **settings):
     """The model and the rates of each step of a training, or of what an interrupted one did."""
     torch.manual_seed(0)
     model, rates, progress = nn.Linear(8, 4), [], None
@@ -79,7 +79,7 @@ def trained(schedule, folder: Path | None = None, stop_after: int | None = None,
 
     task = ck.Task(train=BATCHES, val=BATCHES, progress=progress, **settings)
     try:
-        fit_(model, task, ck.Train(epochs=EPOCHS, optimizer=sgd, schedule=schedule, on_step=note))
+        fit_(model, task, ck.Train(epochs=EPOCHS, optimizer=sgd, schedule=schedule, on_step=note, on_epoch=on_epoch))
     except Interrupted:
         assert stop_after is not None
     return model.weight.detach(), rates
@@ -95,6 +95,15 @@ def test_rates_are_those_of_a_plain_loop_and_survive_an_interruption(case, tmp_p
         end, after = trained(schedule, tmp_path / str(stop))
         assert torch.equal(end, weight)
         assert before + after == rates
+
+
+def test_an_epoch_that_ended_with_an_interruption_is_reported_with_its_rate(tmp_path) -> None:
+    schedule, make, each_step = CASES["LambdaLR"]
+    found = []
+    for stop in (12, None):  # at the end of the training
+        trained(schedule, tmp_path, stop, on_epoch=lambda report: found.append((report.epoch, report.learning_rates[0])))
+    rates = plain_rates(make, each_step)
+    assert found == [(epoch, pytest.approx(rates[4 * epoch - 1])) for epoch in (1, 2, 3)]
 
 
 def test_a_plateau_waits_for_the_metric(tmp_path) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from compresskit.export.rewrite.common import DATA_MOVEMENT, constant, decoder_of, initializer, replace
+from compresskit.export.rewrite.common import DATA_MOVEMENT, constant, decoder_of, initializer, replace, symmetric_integers
 
 #: Largest |1 - slope| of a PRelu that is written as a sum: beyond it the two terms cancel too many digits.
 LARGEST_COMPLEMENT = 8
@@ -143,11 +143,10 @@ def _no_bias(graph: ir.Graph, conv: ir.Node, weight: ir.Node | None) -> ir.Node 
 
 def _takes_signs(dequantize: ir.Node, slopes: np.ndarray) -> bool:
     """Whether a DequantizeLinear is of stored integers with a scale for each output, or for all, that have opposites."""
-    integers, scale = constant(dequantize.inputs[0]), constant(dequantize.inputs[1])
-    zero_point = constant(dequantize.inputs[2]) if len(dequantize.inputs) > 2 else None
-    if integers is None or scale is None or scale.size not in (1, slopes.size) or (zero_point is not None and zero_point.any()):
+    integers, scale = symmetric_integers(dequantize), constant(dequantize.inputs[1])
+    if integers is None or scale is None or scale.size not in (1, slopes.size):
         return False
-    if dequantize.attributes.get_int("block_size", 0) or (scale.size > 1 and dequantize.attributes.get_int("axis", 1) != 0):
+    if scale.size > 1 and dequantize.attributes.get_int("axis", 1) != 0:
         return False
     opposite = -integers.astype(np.int64)
     return bool((slopes >= 0).all() or (opposite.astype(integers.dtype).astype(np.int64) == opposite).all())

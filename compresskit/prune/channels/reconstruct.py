@@ -12,6 +12,7 @@ import copy
 import itertools
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from compresskit.base.errors import DataError, SettingError
 from compresskit.base.inputs import AnyInputs, call_checked, each_inputs
@@ -58,8 +60,7 @@ def reconstruct_(
     """
     if damping <= 0:
         raise SettingError(f"reconstruct_(damping=...): wanted a positive number, got {damping}")
-    # Queries that the plan rescales are left out: their old output is no target.
-    names = [n for n, dims in plan.remove.items() if 1 in dims and n not in plan.scales and can_refit(dense, n)]
+    names = [n for n, dims in plan.remove.items() if 1 in dims and can_refit(dense, n)]
     stream = each_inputs(batches, "reconstruct_")
     first = next(stream, None)
     if first is None:
@@ -85,6 +86,7 @@ def refit_(
     statistics: of weights by name, of the dense model; weights that keep all inputs are left out. Nothing is run, and whether
     the outputs of the whole model come nearer is not looked at. Returns what `reconstruct_` returns.
     """
+    # Queries that the plan rescales are left out: their old output is no target.
     changed = {n: s for n, s in statistics.items() if 1 in plan.remove.get(n, {}) and n not in plan.scales}
     return {n.removesuffix(".weight"): _refit_(model, dense, plan, n, inputs, damping) for n, inputs in changed.items()}
 
@@ -118,17 +120,49 @@ def can_refit(dense: nn.Module, name: str) -> bool:
 
 
 class InputStatistics:
-    """Sums over rows of a layer's inputs, and the BatchNorms that read its output, where a constant may go."""
+    """Sums over rows of a layer's inputs, and the BatchNorm that alone reads its output, where a constant may go."""
 
     def __init__(self) -> None:
         self.rows, self.total, self.products = 0, torch.zeros(()), torch.zeros(())
-        self.norms: set[str] = set()
+        self.norm: str | None = None
 
     def add(self, x: Tensor) -> None:
         """Count rows of inputs, (rows, columns)."""
         self.rows += len(x)
         self.total = self.total + x.sum(0).double()
         self.products = self.products + (x.T @ x).double()
+
+
+class _Readers(TorchDispatchMode):
+    """Counts what reads the outputs of layers while a model runs: operators of any kind, and BatchNorms."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.outputs: dict[int, tuple[str, Tensor]] = {}  # the tensor too, so that its id is not given to another
+        self.read: Counter[str] = Counter()
+        self.normalized: Counter[tuple[str, str]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count((args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+    def count(self, values: Any) -> None:
+        """Count tensors that are read now."""
+        self.read.update(self.outputs[id(v)][0] for v in pytree.tree_leaves(values) if id(v) in self.outputs)
+
+    def add_output(self, layer: str, out: Tensor) -> None:
+        """Count what reads `out` from now on."""
+        self.outputs[id(out)] = (layer, out)
+
+    def add_norm(self, norm: str, x: Tensor) -> None:
+        """Count a BatchNorm that read x."""
+        self.normalized[norm, self.outputs[id(x)][0] if id(x) in self.outputs else ""] += 1
+
+    def norm_of(self, layer: str) -> str | None:
+        """The BatchNorm that reads the outputs of a layer and no other value, where nothing else reads them."""
+        found = {norm for norm, source in self.normalized if source == layer}
+        calls = sum(count for (norm, _), count in self.normalized.items() if norm in found)
+        return found.pop() if len(found) == 1 and calls == self.read[layer] else None
 
 
 def input_statistics(dense: nn.Module, names: list[str], batches: Iterable[Inputs]) -> dict[str, InputStatistics]:
@@ -139,22 +173,25 @@ def input_statistics(dense: nn.Module, names: list[str], batches: Iterable[Input
         for path, module in dense.named_modules()
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None
     ]
-    outputs: dict[int, tuple[str, Tensor]] = {}  # the tensor too, so that its id is not given to another
-    generator = torch.Generator().manual_seed(0)
+    generator, readers = torch.Generator().manual_seed(0), _Readers()
 
     def visit(path: str, module: Any, x: Tensor, out: Any) -> None:
         if path in statistics:
             rows = max(SAMPLED_ROWS, module.weight[0].numel() // 2)
             chosen = _sampled_positions(module, x, rows, generator)
             statistics[path].add(rows_at(module, x.detach(), chosen))
-            outputs[id(out)] = (path, out)
-        elif id(x) in outputs:
-            statistics[outputs[id(x)][0]].norms.add(path)
+            readers.add_output(path, out)
+        else:
+            readers.add_norm(path, x)
 
     with watched_calls(dense, [*statistics, *norms], visit), torch.no_grad(), mode(dense, training=False):
         for inputs in batches:
-            outputs.clear()
-            call_checked(dense, inputs, "calibration data")
+            readers.outputs.clear()
+            with readers:
+                outputs = call_checked(dense, inputs, "calibration data")
+            readers.count(outputs)
+    for path, found in statistics.items():
+        found.norm = readers.norm_of(path)
     return {f"{path}.weight": inputs for path, inputs in statistics.items() if inputs.rows}
 
 
@@ -203,7 +240,7 @@ def _refit_(model: nn.Module, dense: nn.Module, plan: Plan, name: str, inputs: I
     layer: Any = owner(model, name)[0]
     mean = inputs.total / inputs.rows
     moment = inputs.products / inputs.rows
-    norm: Any = model.get_submodule(next(iter(inputs.norms))) if len(inputs.norms) == 1 else None
+    norm: Any = None if inputs.norm is None else model.get_submodule(inputs.norm)
     if layer.bias is not None or norm is not None:
         moment = moment - torch.outer(mean, mean)  # the bias or the BatchNorm takes the mean
     whole = torch.einsum("oi,ij,oj->", old, moment, old)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from compresskit.base.budget import remove
 from compresskit.base.errors import CheckpointError, ModelError, SettingError
 from compresskit.base.files import FORMAT, read_json, read_tensors, write_json, write_tensors
-from compresskit.base.fingerprint import describe, describe_by_value, fingerprint
+from compresskit.base.fingerprint import describe, describe_by_value
 from compresskit.base.randomness import generators_kept, seed_generators_
 from compresskit.base.stage import Stage
 from compresskit.base.task import Task
@@ -35,6 +35,7 @@ from compresskit.measure import evaluate
 from compresskit.prune.channels.prune import Prune
 from compresskit.prune.masks.rewind import Rewind
 from compresskit.prune.masks.sparsify import Sparsify
+from compresskit.train.modes import given_modes
 from compresskit.train.snapshots import rewind_
 from compresskit.train.train import Train
 
@@ -282,7 +283,10 @@ def _depends_on(model: nn.Module, task: Task, settings: SweepSettings) -> dict[s
     data = {name: describe_by_value(task.batches(name), name, data=True).record for name in ("train", "val")}
     chosen = {"train": settings.train, "at": settings.at, "finetune": settings.finetune, "rewind": settings.rewind.to}
     rest = {"trained": settings.trained, "loss": task.loss, "metric": task.metric}
-    return {"model": fingerprint(model), "data": data, **{name: describe(value) for name, value in (chosen | rest).items()}}
+    rest |= {"predict": task.predict, "target": task.target}
+    # By value, as a recipe's: a state dict has no buffer that is not persistent, and does not say which parameters are frozen.
+    described = [describe_by_value(model, "model", modes=False).record, given_modes(model)]
+    return {"model": described, "data": data, **{name: describe(value) for name, value in (chosen | rest).items()}}
 
 
 def _dense_network(

@@ -168,6 +168,7 @@ def prepare_graph(
     fold_parametrizations_(captured.module)
     folds: list[FoldedBatchNorm] = []
     fold_batchnorm_(captured.module, folds)
+    folds = [replace(fold, momentum=0.0) if _has_no_momentum(model, captured, fold) else fold for fold in folds]
     rules = MergeRules(
         skip=(*skip, *apart),
         named=tuple(named),
@@ -180,6 +181,12 @@ def prepare_graph(
     rewrite_(captured.module, target)
     left = set(captured.module.graph.nodes)
     return captured, origin, [fold for fold in folds if fold.layer in left]
+
+
+def _has_no_momentum(model: nn.Module, captured: Captured, fold: FoldedBatchNorm) -> bool:
+    """Whether a BatchNorm has a momentum of 0, which in the graph stands for a cumulative average, too."""
+    norm = model.get_submodule(captured.name_in_model(fold.norm))
+    return isinstance(norm, nn.modules.batchnorm._BatchNorm) and norm.momentum == 0
 
 
 def _refuse_autocast(model: str, graph: fx.Graph) -> None:

@@ -157,3 +157,17 @@ def test_averages_are_not_applied_to_another_model() -> None:
         pass
     assert all(torch.equal(value, before[name]) for name, value in wider.state_dict().items())
     assert not average.in_use
+
+
+def test_after_averages_were_in_use_what_the_user_writes_counts_again() -> None:
+    model = nn.Linear(3, 2)
+    run = prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), MASTER_BF16)
+    average = run.ema(0.5)
+    with average.applied(run.model):
+        assert average.in_use
+    assert not average.in_use
+    with torch.no_grad():
+        run.model.weight.fill_(7)
+    run.backward(run(torch.ones(1, 3)).sum())
+    run.step()
+    assert bool((run.named_masters()["weight"] == 7).all())

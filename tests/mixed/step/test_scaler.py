@@ -22,6 +22,7 @@ from compresskit.mixed import (
     level,
     prepare,
 )
+from compresskit.mixed.step.scaler import total_norm
 
 pytestmark = FP16_ON_CPU
 
@@ -191,3 +192,9 @@ def test_a_scaler_without_a_loss_scale_is_refused() -> None:
 def test_scalers_print_their_scale() -> None:
     assert repr(LossScaler(4.0, interval=3)) == "LossScaler(scale=4, interval=3, skipped=0)"
     assert repr(LossScaler.fixed(512.0)) == "LossScaler(scale=512, fixed, skipped=0)"
+
+
+def test_rows_that_a_sparse_gradient_holds_twice_are_added_before_they_count() -> None:
+    rows = torch.sparse_coo_tensor([[1, 1, 3]], [[1.0, 4.0], [2.0, 0.0], [12.0, 0.0]], (5, 2), check_invariants=False)
+    opposite = torch.sparse_coo_tensor([[0, 0]], [[7.0], [-7.0]], (2, 1), check_invariants=False)
+    torch.testing.assert_close(total_norm([rows, opposite, torch.zeros(3)], torch.device("cpu")), torch.tensor(13.0))

@@ -14,6 +14,7 @@ import compresskit as ck
 from compresskit.base.errors import DataError, SettingError
 from compresskit.prune import apply_, plan_channels, reconstruct_
 from compresskit.prune.channels import reconstruct
+from compresskit.prune.channels.reconstruct import can_refit, rows_at
 
 
 def cut(model, **settings):
@@ -172,3 +173,77 @@ def test_layers_without_a_batch_dimension_are_refitted_as_with_one() -> None:
         torch.testing.assert_close(alone.total / alone.rows, together.total / together.rows, rtol=0.1, atol=0.1)
     plan, small = cut(model)
     assert reconstruct_(small, model, plan, data(64)).keys() == {"b", "head"}
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Conv2d(3, 5, (3, 2), stride=(2, 1), padding=(1, 2), dilation=(1, 2)), (2, 3, 9, 8)),
+        (nn.Conv2d(3, 5, 3, stride=2, padding=2, padding_mode="reflect"), (2, 3, 7, 7)),
+        (nn.Conv2d(3, 5, 3, padding="same", padding_mode="circular"), (2, 3, 7, 7)),
+        (nn.Conv1d(3, 5, 4, stride=3, padding=1), (2, 3, 11)),
+        (nn.Conv3d(3, 5, 2, padding=1, dilation=2), (2, 3, 4, 5, 6)),
+        (nn.Conv2d(3, 5, 3), (3, 7, 7)),
+        (nn.Linear(6, 5), (2, 4, 6)),
+    ],
+)
+def test_the_rows_of_a_layer_times_its_weights_are_its_output(layer, shape) -> None:
+    x = torch.randn(shape)
+    out = layer(x)
+    wanted = out if isinstance(layer, nn.Linear) else out.movedim(-1 - len(layer.kernel_size), -1)
+    rows = rows_at(layer, x, torch.arange(wanted.numel() // 5))
+    torch.testing.assert_close(rows @ layer.weight.flatten(1).T + layer.bias, wanted.reshape(-1, 5))
+
+
+class Normalized(nn.Module):
+    """Two layers without bias. One has a norm that reads nothing else unless `readers`, of the other, use it, too."""
+
+    def __init__(self, readers):
+        super().__init__()
+        self.readers, self.a = readers, nn.Conv2d(3, 16, 3, 1, 1)
+        self.b, self.c = nn.Conv2d(16, 8, 3, 1, 1, bias=False), nn.Conv2d(16, 8, 3, 1, 1, bias=False)
+        self.norm, self.other, self.head = nn.BatchNorm2d(8), nn.BatchNorm2d(8), nn.Linear(8, 4)
+        self.plain = nn.BatchNorm2d(8, affine=False)
+
+    def forward(self, x):
+        x = torch.relu(self.a(x))
+        value, *outputs = self.readers(self, x)
+        return self.head((value + self.other(self.c(x))).relu().mean((2, 3))), *outputs
+
+
+@pytest.mark.parametrize(
+    ("readers", "wanted"),
+    [
+        (lambda net, x: [net.norm(net.b(x))], {"norm", "other"}),
+        (lambda net, x: [net.norm(net.b(x)) + net.norm(net.b(x.flip(2)))], {"norm", "other"}),
+        (lambda net, x: [net.norm(y := net.b(x)) + y], {"other"}),
+        (lambda net, x: [net.norm(y := net.b(x)), y], {"other"}),
+        (lambda net, x: [net.norm(net.b(x)) + net.b(x.flip(2))], {"other"}),
+        (lambda net, x: [net.norm(net.norm(net.b(x)))], {"other"}),
+        (lambda net, x: [net.norm(net.b(x).relu_())], {"other"}),
+        (lambda net, x: [net.norm(y := net.b(x)) + net.plain(y)], {"other"}),
+        (lambda net, x: [net.norm(y := net.b(x)) + net.other(y)], set()),
+        (lambda net, x: [net.norm(net.b(x)) + net.norm(net.c(x))], set()),
+    ],
+)
+def test_a_constant_goes_into_a_norm_that_alone_reads_a_layer_and_nothing_else(readers, wanted) -> None:
+    torch.manual_seed(0)
+    model = Normalized(readers).eval()
+    plan, small = cut(model, budget=ck.remove(channels=0), ratios={"a": 0.5})
+    means = {name: small.get_submodule(name).running_mean.clone() for name in ("norm", "other", "plain")}
+    assert {"b", "c"} <= reconstruct_(small, model, plan, data(64)).keys()
+    assert {name for name, mean in means.items() if not torch.equal(small.get_submodule(name).running_mean, mean)} == wanted
+
+
+def test_tied_weights_are_not_fitted_to_one_of_their_layers() -> None:
+    model = build(networks.Tied)
+    assert not can_refit(model, "a.weight")
+    model.b.weight = nn.Parameter(model.b.weight.detach().clone())
+    assert can_refit(model, "a.weight")
+
+
+@pytest.mark.parametrize(("inputs", "rows"), [(16, 512), (256, 1152)])
+def test_a_layer_is_read_at_half_as_many_places_as_it_has_inputs(inputs, rows) -> None:
+    model = nn.Sequential(nn.Conv2d(3, inputs, 1), nn.Conv2d(inputs, 4, 3, padding=1))
+    found = reconstruct.input_statistics(model, ["1.weight"], data(64))
+    assert found["1.weight"].rows == rows

@@ -155,3 +155,19 @@ def test_bad_settings_are_refused_before_anything_is_trained() -> None:
             sweep(model, task, TRAIN, **settings)
     with pytest.raises(SettingError, match=r"sweep\(train=...\): wanted Train\(...\), got int"):
         sweep(model, task, 3)
+
+
+def test_buffers_that_no_state_dict_has_and_frozen_parameters_count(tmp_path) -> None:
+    task = loss_task()
+
+    def swept(mean=0.0, frozen=False):
+        torch.manual_seed(0)
+        model = networks.build(networks.Chain)
+        model.register_buffer("mean", torch.tensor(mean), persistent=False)
+        next(model.parameters()).requires_grad_(not frozen)
+        return sweep(model, task, TUNE, ratios=(0,), methods=["none"], out=tmp_path / "run")
+
+    assert swept() == swept()
+    for change in ({"mean": 0.5}, {"frozen": True}):
+        with pytest.raises(CheckpointError, match="it holds a sweep with other model; choose another out="):
+            swept(**change)

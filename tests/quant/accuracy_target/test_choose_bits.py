@@ -13,6 +13,7 @@ from torch import nn
 from compresskit.base.errors import DataError, ModelError, SettingError
 from compresskit.base.task import Task
 from compresskit.quant import Bits, choose_bits, quantize_static
+from compresskit.quant.accuracy_target.bit_plan import stored_bytes
 from compresskit.quant.numerics.quantizers import WeightQuantizer
 
 WIDTHS = (2, 3, 4, 8)
@@ -208,3 +209,7 @@ def test_a_model_without_gradients_has_no_fisher_information() -> None:
 
     with pytest.raises((ModelError, DataError), match="no gradient reaches the weights"):
         choose_bits(Hard().eval(), [torch.randn(16, 6)], average=4, sensitivity="fisher")
+
+
+def test_weights_of_seven_bits_are_stored_in_eight() -> None:
+    assert [stored_bytes(10, bits) for bits in (2, 3, 4, 7, 8)] == [3, 4, 5, 10, 10]

@@ -145,3 +145,26 @@ def test_a_norm_over_tokens_is_not_equalized() -> None:
     before = copy.deepcopy(model)
     assert equalize_(model, (x,)) == 0
     assert torch.equal(model(x), before(x))
+
+
+def test_a_grouped_layer_is_not_equalized() -> None:
+    """Its filters read a part of the channels each; depthwise ones alone have one for each."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 1), nn.ReLU(), nn.Conv2d(16, 8, 1, groups=4)).eval()
+    x, before = torch.randn(4, 3, 6, 6), copy.deepcopy(model)
+    assert equalize_(model, (x,)) == 0
+    assert torch.equal(model(x), before(x))
+
+
+def test_negative_scales_of_a_norm_count_by_their_size_and_unread_channels_stay() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1)).eval()
+    with torch.no_grad():
+        model[1].weight.copy_(torch.logspace(-1.5, 1.5, 8) * torch.tensor([1.0, -1.0]).repeat(4))
+        model[3].weight[:, 7] = 0
+    before = copy.deepcopy(model)
+    assert equalize_(model, (torch.randn(4, 3, 6, 6),)) == 1
+    factor = model[1].weight.abs() / torch.sqrt(model[1].running_var + model[1].eps)
+    rows = (model[0].weight * factor.view(-1, 1, 1, 1)).abs().flatten(1).amax(1)
+    torch.testing.assert_close(rows[:7], model[3].weight.abs().amax((0, 2, 3))[:7], rtol=0.02, atol=0)
+    assert model[1].weight[7] == before[1].weight[7]

@@ -133,3 +133,24 @@ def test_the_error_of_few_steps_is_that_of_each_value(steps) -> None:
         )
     best = min(errors, key=lambda end: errors[end])
     assert float(got) == pytest.approx(best, rel=0.05)
+
+
+def test_neither_end_of_the_range_of_least_error_can_be_moved_alone() -> None:
+    """What is left of one end changes which other end is best, so both are searched again."""
+    values = torch.cat([torch.randn(3000).abs() ** 3, -(torch.randn(3000).abs() ** 3) / 3])[None]
+    histogram = Histogram(2048)
+    histogram.update(values)
+    ends = [values.amin(1), values.amax(1)]
+    got = list(least_error(histogram, *ends, 32, symmetric=False))
+
+    def error(low: torch.Tensor, high: torch.Tensor) -> float:
+        step, centres = float(high - low) / 31, histogram.centres()
+        lost = centres - centres.clamp(low, high)
+        return float((torch.where(lost == 0, step**2 / 12, lost.square()) * histogram.counts).sum())
+
+    least = error(*got)
+    for side in (0, 1):
+        for fraction in torch.linspace(1, 0.01, 100):
+            moved = list(got)
+            moved[side] = ends[side] * fraction
+            assert error(*moved) >= least * (1 - 1e-9)

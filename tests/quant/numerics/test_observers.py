@@ -13,6 +13,7 @@ from networks import build, image
 import compresskit as ck
 from compresskit.base.errors import SettingError
 from compresskit.quant import prepare_qat, quantize_static
+from compresskit.quant.numerics.histogram import least_divergence
 from compresskit.quant.numerics.observers import OBSERVERS, Entropy, HistogramMSE, MinMax, MovingAverage, Percentile
 
 
@@ -158,3 +159,21 @@ def test_every_observer_calibrates_a_network(observer) -> None:
     with torch.no_grad():
         wanted, got = model(*x), quantized(*x)
     assert 10 * torch.log10(wanted.square().sum() / (wanted - got).square().sum()) > 18
+
+
+@pytest.mark.parametrize(("signs", "levels"), [((1.0,), 2**4), ((-1.0,), 2**4), ((1.0, -1.0), 2**3)])
+def test_values_of_one_sign_use_all_levels_of_the_divergence(signs, levels) -> None:
+    values = torch.randn(1, 20000, generator=torch.Generator().manual_seed(0)).abs()
+    observer = Entropy(4)
+    observer.update(values * torch.tensor(signs).repeat(20000 // len(signs)))
+    bounds = {count: least_divergence(observer.histogram, 0, float(values.max()), count) for count in (2**3, 2**4)}
+    assert bounds[2**3] != bounds[2**4]
+    assert max(-observer.range()[0], observer.range()[1]) == pytest.approx(min(bounds[levels], float(values.max())))
+
+
+@pytest.mark.parametrize("observer", OBSERVERS, ids=lambda o: o.__name__)
+def test_a_constant_is_its_own_range(observer) -> None:
+    """In bins of such a width, all values between it and 0 would take terabytes."""
+    seen = observer()
+    seen.update(torch.full((2, 50), 3.0))
+    assert seen.range()[1].tolist() == pytest.approx([3.0, 3.0], rel=1e-5)

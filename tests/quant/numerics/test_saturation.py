@@ -19,6 +19,7 @@ import compresskit as ck
 from compresskit.quant import ARM, X86, Scheme, adaround_, prepare_qat, quantize_dynamic, quantize_static, reconstruct_blocks_
 from compresskit.quant.numerics.quantizers import WeightQuantizer
 from compresskit.quant.numerics.saturation import FitPairs, PairPacking, can_overflow, conv_packing
+from compresskit.quant.numerics.scheme import affine
 from compresskit.quant.numerics.targets import X86_NO_VNNI
 
 INT8 = Scheme(signed=True, symmetric=True, per_channel=True)
@@ -369,3 +370,25 @@ def test_weights_that_fit_change_nothing_of_a_file_but_values(dynamic, tmp_path)
         differ = {name for name, value in guarded[1].items() if value != plain[1][name]}
         assert differ
         assert differ < set(guarded[1])
+
+
+def test_a_widened_range_makes_pairs_fit_wherever_the_zero_point_lies() -> None:
+    """Both weights of a pair are moved by the zero point: a pair of 0.5 in [-1, 0.5] would be 127 + 127."""
+    scheme, packing = Scheme(signed=True, per_channel=True), PairPacking()
+    drawn = torch.rand(200, 4, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    rows = torch.cat([torch.tensor([[0.5, 0.5, -1.0, 0.5]]), drawn])
+    ends = rows.amin(1).clamp(max=0), rows.amax(1).clamp(min=0)
+
+    def sums(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+        scale, zero = affine(low, high, scheme)
+        return packing.sums((rows / scale[:, None]).round() + zero[:, None])[0].abs()
+
+    assert sums(*packing.widen(rows, *ends, scheme)).max() <= 128 + 2  # of two roundings, and that of the zero point
+    assert sums(*ends)[0].max() == 254
+
+
+def test_a_weight_that_also_reads_signed_values_is_balanced_as_of_those() -> None:
+    both = PairPacking(nonnegative=True)
+    assert both.joined(None).nonnegative
+    assert both.joined(both).nonnegative
+    assert not both.joined(PairPacking()).nonnegative

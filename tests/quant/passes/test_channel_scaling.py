@@ -47,6 +47,7 @@ READS: dict[str, Callable[[Net, Tensor], Any]] = {
     "product and addend": lambda n, x: of(n.norm(n.a(x)), lambda h: torch.addmm(h, h, n.matrix)),
     "scaled bias": lambda n, x: torch.addmm(n.vector, n.a(x), n.matrix, beta=0.5, alpha=2.0),
     "weight as bias": lambda n, x: n.b(F.layer_norm(n.a(x), (16,), n.vector, n.vector)),
+    "bias in two places": lambda n, x: n.b(n.a(x)) + n.b.bias,
     "weight in two places": lambda n, x: n.a(x) @ n.matrix @ n.matrix,
     "layer called twice": lambda n, x: of(n.a(x), lambda h: n.square(h) * n.square(h)),
 }

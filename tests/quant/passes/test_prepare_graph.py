@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from compresskit.base.errors import DataError, ModelError
 from compresskit.quant import prepare_qat, quantize_dynamic, quantize_static, quantize_to_accuracy, quantize_weights
+from compresskit.quant.passes.unfold_batchnorm import conv_bn_layers
 
 
 def test_the_float_model_is_not_changed() -> None:
@@ -64,3 +65,14 @@ def test_weights_that_are_nan_are_named() -> None:
     ):
         with pytest.raises(ModelError, match=r"Sequential: 3\.weight holds nan; mend the model before it is quantized"):
             refused()
+
+
+@pytest.mark.parametrize(("momentum", "wanted"), [(0.3, 0.3), (0.0, 0.0), (None, 0.1)])
+def test_statistics_that_the_float_model_keeps_are_kept_in_training(momentum, wanted) -> None:
+    """A momentum of 0 keeps them; None, the mean of all batches, follows."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, momentum=momentum)).eval()
+    x = torch.randn(8, 3, 6, 6) + 2
+    quantized = prepare_qat(model, [x]).train()
+    quantized(x)
+    (norm,) = conv_bn_layers(quantized.body)
+    torch.testing.assert_close(norm.running_mean, wanted * model[0](x).mean((0, 2, 3)), rtol=0.02, atol=1e-3)

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from compresskit.base.errors import ExportError
+from compresskit.base.errors import ExportError, runtime_message
 from compresskit.base.inputs import AnyInputs
 from compresskit.export.check.profile.file_layers import file_layers, name_nodes_
 from compresskit.export.files import read_proto
-from compresskit.measure import SHORT_SPIN, numpy_inputs, run_session, runtime_message, runtime_path, session
+from compresskit.measure import SHORT_SPIN, numpy_inputs, run_session, runtime_path, session
 
 ROUNDS = 10
 CHAIN, CHAIN_RUNS = 32, 50  # kernels, and runs, to measure what the profiler costs

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from compresskit.base.errors import ExportError
-from compresskit.measure import runtime_message, runtime_path
+from compresskit.base.errors import ExportError, runtime_message
+from compresskit.measure import runtime_path
 
 #: ONNX Runtime's integer kernels, and the operator that each replaces.
 INTEGER_KERNELS = {
@@ -40,6 +40,8 @@ WEIGHT = {
     "DynamicQuantizeMatMul": 1,
     "Conv": 1,
     "FusedConv": 1,
+    "NhwcFusedConv": 1,
+    "DeformConv": 1,
     "Gemm": 1,
     "FusedGemm": 1,
     "MatMul": 1,
@@ -48,7 +50,7 @@ WEIGHT = {
 }
 WEIGHT |= {"QLinearConv": 3, "QGemm": 3, "QLinearMatMul": 3, "MatMulIntegerToFloat": 1, "ConvInteger": 1, "MatMulInteger": 1}
 RECURRENT_OPERATORS = frozenset({"LSTM", "GRU", "RNN", "DynamicQuantizeLSTM"})
-FUSED = {"FusedConv": "Conv", "FusedGemm": "Gemm", "FusedMatMul": "MatMul", "MatMulNBits": "MatMul"}
+FUSED = {"FusedConv": "Conv", "NhwcFusedConv": "Conv", "FusedGemm": "Gemm", "FusedMatMul": "MatMul", "MatMulNBits": "MatMul"}
 
 
 def all_nodes(graph: Any) -> Iterator[Any]:
