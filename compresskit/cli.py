@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import re
@@ -60,7 +61,7 @@ WANTED_FILE = "wanted a Python file that defines model and task"
 #: How the library names what an option of the command line sets -> the option.
 WORDS = {
     r"name the dimensions that vary in dynamic=$": "give arrays of these sizes (--inputs), or say which (--batch, --size)",
-    r"(?:at_most|compress)\((threads|batch|trials|finalists|seconds)=\.\.\.\)": r"compress: --\1",
+    r"(?:at_most|compress)\((threads|batch|drop|trials|finalists|seconds)=\.\.\.\)": r"compress: --\1",
     r"\b(minutes|trials|finalists)=(?=[ ;,)]|$)": r"--\1",
     r"\bchoose another out=": "choose another {}",
 }
@@ -114,11 +115,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0 for success, 1 if a file does not agree with its reference, a run is not finished or a package is
-        missing, 2 if a file cannot be read, 3 if random inputs or outputs that are not finite allow no verdict, 130 if it was
-        stopped by a signal.
+        missing, 2 if a file cannot be read or the output not be written, 3 if random inputs or outputs that are not finite allow
+        no verdict, 130 if it was stopped by a signal.
 
-    Raises SystemExit where the command line is wrong or asks for help, and where nobody reads the output.
+    Raises SystemExit where the command line is wrong or asks for help, and where the output cannot be written or nobody reads it.
     """
+    _make_writable_()
     parser = make_parser()
     with _output_may_end():
         options = parser.parse_args(arguments)
@@ -137,18 +139,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return STOPPED
 
 
+def _make_writable_() -> None:
+    """Let what is printed be lost where the process began without an output, and escape what its encoding has no form of."""
+    sys.stdout, sys.stderr = (each or open(os.devnull, "w") for each in (sys.stdout, sys.stderr))  # noqa: SIM115  to the end
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 @contextmanager
 def _output_may_end() -> Iterator[None]:
-    """End quietly where the reader of what is printed has gone, as in `compresskit inspect f.onnx | head`."""
+    """End quietly where the reader of what is printed has gone, as in `compresskit inspect f.onnx | head`; else say why."""
     try:
         try:
             yield
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
         with suppress(OSError):  # else the interpreter flushes once more at its end, and complains
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(UNREAD) from None
+        unread = isinstance(error, BrokenPipeError)
+        sys.stderr.write("" if unread else f"compresskit: the output cannot be written ({error.strerror})\n")
+        raise SystemExit(UNREAD if unread else 2) from None
 
 
 def _in_own_words(command: str, text: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compresskit.base.errors import DataError, ExportError, SettingError
+from compresskit.base.errors import DataError, ExportError, SettingError, runtime_message
 from compresskit.base.inputs import AnyInputs, as_inputs, call_checked
 from compresskit.base.progress import progress_bar
 from compresskit.base.task import (
@@ -38,7 +37,6 @@ from compresskit.base.task import (
 from compresskit.graph.capture import Dynamic, input_names
 from compresskit.graph.surgery import call_unmoved, mode, state_kept
 
-LONGEST_MESSAGE = 400  # characters of an error of ONNX Runtime that are shown
 #: Setting of a session: microseconds that its threads wait busily for more work before they sleep. By the runtime's default they
 #: wait for tens of milliseconds, on cores that the next of several sessions wants. Before 1.26, ONNX Runtime ignores it.
 SHORT_SPIN = ("session.intra_op.spin_duration_us", "200")
@@ -405,15 +403,6 @@ def runtime_path(path: str | Path) -> str:
         raise ExportError(
             f"{os.fsencode(path)!r}: ONNX Runtime cannot load it: its path is not UTF-8; rename the file or its folder"
         ) from None
-
-
-def runtime_message(error: BaseException) -> str:
-    """What an error of ONNX Runtime says, in one line without its code and its advice."""
-    text = re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : |Please fix either the inputs/outputs or the model\.", "", str(error))
-    line = " ".join(text.split())
-    if len(line) > LONGEST_MESSAGE:  # both ends: what failed comes first, why comes last
-        line = f"{line[: LONGEST_MESSAGE // 2]} ... {line[-LONGEST_MESSAGE // 2 :]}"
-    return line or type(error).__name__
 
 
 def run_session(session: Any, feed: Mapping[str, np.ndarray], path: str | Path, *, quiet: bool = False) -> list[Any]:

@@ -14,6 +14,12 @@
 Every message says what is wrong, where, what was wanted, what was given, and what to do.
 """
 
+from __future__ import annotations
+
+import re
+
+LONGEST_MESSAGE = 400  # characters of an error of ONNX Runtime that are shown
+
 
 class CompressError(Exception):
     """Base of every error raised on purpose."""
@@ -66,3 +72,21 @@ def named_first_line(error: BaseException) -> str:
     """The class of an error and the first line of what it says, if anything."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
+
+
+def runtime_message(error: BaseException) -> str:
+    """What an error of ONNX Runtime says, in one line without its code and its advice."""
+    if newer := re.search(
+        r"opset (\d+) is under development.* for domain ai\.onnx is till opset (\d+)", str(error), re.IGNORECASE | re.DOTALL
+    ):
+        import onnxruntime as ort  # heavy, and only measuring and exporting need it
+
+        return (
+            f"it has opset {newer[1]}, and the installed onnxruntime {ort.__version__} reads up to {newer[2]};"
+            ' export_onnx(..., opset="lowest") writes what older ones read, or pip install --upgrade onnxruntime'
+        )
+    text = re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : |Please fix either the inputs/outputs or the model\.", "", str(error))
+    line = " ".join(text.split())
+    if len(line) > LONGEST_MESSAGE:  # both ends: what failed comes first, why comes last
+        line = f"{line[: LONGEST_MESSAGE // 2]} ... {line[-LONGEST_MESSAGE // 2 :]}"
+    return line or type(error).__name__

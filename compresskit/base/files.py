@@ -16,10 +16,11 @@ import errno
 import hashlib
 import json
 import os
+import secrets
+import stat
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -152,13 +153,13 @@ def atomic(path: str | Path) -> Iterator[Path]:
     path = Path(path)
     temporary: Path | None = None
     try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-        os.close(handle)
-        temporary = Path(name)
+        part = path.parent / f".{path.name}.{secrets.token_hex(4)}.part"
+        part.open("xb").close()  # not by tempfile, whose files are their owner's alone, whatever the umask says
+        temporary = part
         yield temporary
         with open(temporary, "rb") as written:
             os.fsync(written.fileno())
-        temporary.chmod(0o644)
+        take_rights_(temporary, path)
         temporary.replace(path)
         sync_folder(path.parent)
     except OSError as error:
@@ -166,6 +167,12 @@ def atomic(path: str | Path) -> Iterator[Path]:
     finally:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
+
+
+def take_rights_(new: Path, old: Path) -> None:
+    """Give a new file the rights of the one that it is to replace; where there is none, it has those that the umask left it."""
+    with suppress(FileNotFoundError):
+        new.chmod(stat.S_IMODE(old.stat().st_mode))
 
 
 def sync_folder(folder: Path) -> None:
@@ -183,7 +190,12 @@ def unwritable(path: Path, error: OSError) -> str:
     """Return the message for a file that cannot be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{path}: the disk is full; make room and run the same command again, what was saved before is whole"
-    return f"{path}: cannot be written ({error.strerror or error}); look at its rights, or choose another out="
+    if error.errno == errno.EFBIG:
+        return f"{path}: larger than a file may be here ({error.strerror}); raise the limit (ulimit -f), or choose another out="
+    if error.errno == errno.EEXIST and path.is_symlink():
+        return f"{path}: cannot be written, a link to {os.readlink(path)}, which is not there; make that, or choose another out="
+    rights = "" if error.errno in (errno.EROFS, errno.ENAMETOOLONG) else "look at its rights, or "
+    return f"{path}: cannot be written ({error.strerror or error}); {rights}choose another out="
 
 
 def _digest(path: Path, record: Any) -> str:

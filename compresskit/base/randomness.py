@@ -57,7 +57,7 @@ def fork_rng_state(state: Tensor, salt: int = 0) -> Tensor:
     """
     parent = torch.Generator()
     parent.set_state(state)
-    seed = int(torch.randint(2**62, (), generator=parent)) ^ (salt * 0x9E3779B97F4A7C15 & (2**62 - 1))
+    seed = int(torch.randint(2**62, (), generator=parent, device="cpu")) ^ (salt * 0x9E3779B97F4A7C15 & (2**62 - 1))
     return torch.Generator().manual_seed(seed).get_state()
 
 
@@ -140,7 +140,7 @@ def _to_numpy(state: Any, dtype: type[np.unsignedinteger[Any]] = np.uint64) -> A
 
 def _of_python(state: Any) -> dict[str, Any]:
     version, numbers, gauss = state
-    return {"version": version, "numbers": torch.tensor(numbers, dtype=torch.int64), "gauss": gauss}
+    return {"version": version, "numbers": torch.tensor(numbers, dtype=torch.int64, device="cpu"), "gauss": gauss}
 
 
 def _to_python(state: dict[str, Any]) -> Any:

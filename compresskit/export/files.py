@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from compresskit.base.errors import ExportError
-from compresskit.base.files import atomic, sync_folder, unwritable
+from compresskit.base.files import atomic, sync_folder, take_rights_, unwritable
 
 LIMIT = 2**31 - 2**24  # bytes a protobuf file can hold, less room for the graph
 KEY = "compresskit"  # of the JSON object among a file's key-value pairs
@@ -56,7 +56,7 @@ def write_model(model: Any, path: Path) -> None:
             for file in [*written, new]:
                 with file.open("rb") as handle:
                     os.fsync(handle.fileno())
-                file.chmod(0o644)
+                take_rights_(file, path.with_name(file.name))
             if written:
                 _replace_weights(written[0], external, path)
             new.replace(path)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import re
+import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, Literal
 
@@ -253,7 +254,8 @@ def _run_exporter(program: ExportedProgram, outputs: list[str], opset: int) -> t
         node for node in program.graph.nodes if node.op == "placeholder" and node.name in program.graph_signature.user_inputs
     ]
     inputs = [node.name for node in nodes]
-    with _exporting(), torch.no_grad(), quick_exporter(), warnings.catch_warnings():
+    # Before 0.7, onnxscript prints how many rules it applied; what a command prints may be JSON.
+    with _exporting(), torch.no_grad(), quick_exporter(), warnings.catch_warnings(), redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")  # the exporter warns of its own internals
         result = torch.onnx.export(
             program,

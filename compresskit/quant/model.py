@@ -411,10 +411,11 @@ class Quantized(QuantizedModule):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self._trains:
             activations, layers = list(self.activation_quantizers()), conv_bn_layers(self.body)
+            ends = [observed_ends(q.observer) for q in activations]
             destination |= {
                 f"{prefix}{OBSERVING}": torch.tensor([q.observing for q in activations], dtype=torch.bool),
                 f"{prefix}{TRACKING}": torch.tensor([layer.tracking for layer in layers], dtype=torch.bool),
-                f"{prefix}{ENDS}": torch.tensor([observed_ends(q.observer) for q in activations], dtype=torch.float32).reshape(-1, 2),
+                f"{prefix}{ENDS}": torch.tensor(ends, dtype=torch.float32).reshape(-1, 2),
             }
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:

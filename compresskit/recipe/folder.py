@@ -27,6 +27,7 @@ from compresskit.base.fingerprint import array_digest, fingerprint
 from compresskit.base.stage import Stage
 from compresskit.base.task import Task
 from compresskit.graph.masks import MASK_PREFIX
+from compresskit.measure import runtime_path
 from compresskit.recipe.dependencies import shows_training, structure_hash
 from compresskit.recipe.locks import lock_open_file
 from compresskit.train.snapshots import SNAPSHOTS
@@ -56,6 +57,24 @@ class RunStep:
     snapshot: float | None = None
     unknown: tuple[str, ...] = ()
     task: Task | None = None
+
+
+def folder_of_run(out: str | Path) -> Path:
+    """The absolute path of the folder of a run, whatever a callback or the data do to the working directory.
+
+    Raises CheckpointError where there can be no such folder, and where the working directory was deleted, in which torch traces
+    no model; ExportError where ONNX Runtime could not read files in it.
+    """
+    try:
+        folder = Path(os.getcwd(), out)
+    except FileNotFoundError:
+        raise CheckpointError(f"{out}: the working directory was deleted; change to another by os.chdir(...)") from None
+    try:
+        folder.is_dir()  # raises for a name that is too long
+    except OSError as error:
+        raise CheckpointError(unwritable(folder, error)) from None
+    runtime_path(folder)
+    return folder
 
 
 @contextmanager
@@ -96,7 +115,7 @@ def _open_lock(out: Path) -> Any:
         return lock.open("a+")
     except OSError as error:
         if error.errno not in READ_ONLY or not (out / "report.json").exists():
-            raise CheckpointError(f"{out}: cannot be written ({error.strerror}); choose another out=") from None
+            raise CheckpointError(unwritable(out, error)) from None
     try:
         return lock.open()
     except OSError:
@@ -318,7 +337,7 @@ def check_folder(out: Path, model: nn.Module, steps: Sequence[RunStep], record: 
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CheckpointError(f"{out}: cannot be written ({error.strerror}); choose another out=") from None
+        raise CheckpointError(unwritable(out, error)) from None
     if (out / "recipe.json").exists():
         old = read_json(out / "recipe.json", "a recipe")
         names = [step.name for step in steps if step.stage is not None]

@@ -145,14 +145,14 @@ def _resample(task: Task, predictions: Tensor, target: Tensor, value: float) -> 
     generator, samples, found = torch.Generator().manual_seed(0), len(target), list[float]()
     try:
         begin = time.perf_counter()
-        turned = score(torch.arange(samples).flip(0))
+        turned = score(torch.arange(samples, device="cpu").flip(0))
         if (needed := (time.perf_counter() - begin) * RESAMPLES) > MOST_SECONDS:
             log.info("%s of one draw takes long (%.0f s for all); the report shows no interval", task.metric_name, needed)
             return ()
         if not math.isclose(turned, value, rel_tol=1e-4, abs_tol=1e-6):
             log.info("%s depends on the order of the samples; the report shows no interval", task.metric_name)
             return ()
-        found = [score(torch.randint(samples, (samples,), generator=generator)) for _ in range(RESAMPLES)]
+        found = [score(torch.randint(samples, (samples,), generator=generator, device="cpu")) for _ in range(RESAMPLES)]
     except Exception as error:  # a user's metric, on samples in an order that it did not expect
         log.info("%s of drawn samples could not be computed, and the report shows no interval: %s", task.metric_name, error)
         return ()

@@ -44,7 +44,7 @@ from compresskit.recipe.dependencies import (
     versions,
 )
 from compresskit.recipe.engine import RunSettings, report_baselines, run_steps
-from compresskit.recipe.folder import ROW, RunPlan, RunStep, locked, plan_run, start_of_run
+from compresskit.recipe.folder import ROW, RunPlan, RunStep, folder_of_run, locked, plan_run, start_of_run
 from compresskit.recipe.half_precision import HALF_DTYPES, half_precision_row
 from compresskit.recipe.preflight import check_labelled, preflight_check
 from compresskit.recipe.report import StageReport, remarks, table
@@ -292,11 +292,12 @@ class Recipe:
             SettingError: `tasks` is not as long as the recipe.
             ModelError, DataError: the model, the data, the loss or the metric fails on the first batches.
             CheckpointError: `out` belongs to another recipe, is in use by another process or cannot be written.
-            ExportError: an ONNX file does not agree with its model; the file is kept as `model.rejected.onnx`.
+            ExportError: an ONNX file does not agree with its model; the file is kept as `model.rejected.onnx`. Or ONNX Runtime
+                cannot read files in `out`, whose path is not UTF-8.
             Interrupted: the process got SIGINT or SIGTERM.
             Other errors that the stages raise.
         """
-        out = Path(out).absolute()  # whatever a callback or the data do to the working directory
+        out = folder_of_run(out)
         self._check_arguments(model, task, "Recipe.run")
         own = own_tasks(self.stages, task, tasks, "Recipe.run")
         preflight_check(model, task, self.stages, own, dynamic=self.dynamic)
@@ -362,7 +363,7 @@ class Recipe:
         """Which stages `run` would reuse, resume or run in that folder, and why. Nothing is written."""
         self._check_arguments(model, task, "Recipe.plan")
         own = own_tasks(self.stages, task, tasks, "Recipe.plan")
-        out = Path(out).absolute()
+        out = folder_of_run(out)
         record, keys = self._record_and_keys(model, task, own, out)
         return plan_run(out, model, self._steps(keys, own), record)
 

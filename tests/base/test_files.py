@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import stat
+
 import pytest
 import torch
 
 from compresskit import cli
 from compresskit.base.errors import CheckpointError
 from compresskit.base.files import SAFETENSORS_DTYPES, read_json, read_tensors, write_json, write_tensors
+from compresskit.export.onnx import export_onnx
 
 
 def test_damaged_json_is_refused(tmp_path) -> None:
@@ -43,3 +48,50 @@ def test_every_dtype_and_shape_comes_back(tmp_path) -> None:
         assert got[name].shape == value.shape
         assert torch.equal(got[name].view(torch.uint8) if got[name].numel() and got[name].ndim else got[name].float(),
                            value.contiguous().view(torch.uint8) if value.numel() and value.ndim else value.float())  # fmt: skip
+
+
+@pytest.fixture
+def umask():
+    before = os.umask(0o022)
+    yield os.umask
+    os.umask(before)
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_files_have_the_rights_of_the_umask_or_of_the_file_that_they_replace(tmp_path, umask) -> None:
+    model, x = torch.nn.Linear(4, 2), (torch.ones(1, 4),)
+    for number in (0o077, 0o027, 0o002):
+        umask(number)
+        folder = tmp_path / f"{number:o}"
+        folder.mkdir()
+        write_json(folder / "a.json", {})
+        write_tensors(folder / "a.safetensors", {})
+        export_onnx(model, folder / "a.onnx", x)
+        assert {mode(path) for path in folder.iterdir()} == {0o666 & ~number}
+    for path in folder.iterdir():
+        path.chmod(0o600)
+    write_json(folder / "a.json", {"b": 1})
+    write_tensors(folder / "a.safetensors", {"b": torch.ones(1)})
+    export_onnx(model, folder / "a.onnx", x)
+    assert {mode(path) for path in folder.iterdir()} == {0o600}
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (errno.EFBIG, r"larger than a file may be here \(File too large\); raise the limit \(ulimit -f\), or choose another"),
+        (errno.ENAMETOOLONG, r"cannot be written \(File name too long\); choose another out="),
+        (errno.EACCES, r"cannot be written \(Permission denied\); look at its rights, or choose another out="),
+    ],
+)
+def test_what_cannot_be_written_says_why(number, said, tmp_path, monkeypatch) -> None:
+    def fsync(_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(CheckpointError, match=rf"a\.json: {said}"):
+        write_json(tmp_path / "a.json", {})
+    assert not list(tmp_path.iterdir())

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from compresskit.base.errors import ModelError, SettingError
-from compresskit.quant import prepare_qat, quantize_static
+from compresskit.export import export_onnx, verify_onnx
+from compresskit.quant import prepare_qat, quantize_dynamic, quantize_static, quantize_weights
+from compresskit.quant.weight_only import Palette
 
 
 class Mixed(nn.Module):
@@ -85,3 +89,29 @@ def test_strict_is_one_of_three() -> None:
         quantize_static(Pooled(nn.ReLU()), [x], strict="every")
     with pytest.raises(SettingError, match='choose="measure" leaves float what is faster so'):
         quantize_static(Pooled(nn.ReLU()), [x], strict="all", choose="measure")
+
+
+FORMS = {
+    "static": quantize_static,
+    "dynamic": quantize_dynamic,
+    "qat": prepare_qat,
+    "blocks": quantize_weights,
+    "palette": partial(quantize_weights, scheme=Palette(bits=3)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_torchs_default_dtype_changes_nothing(form, monkeypatch, tmp_path) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4)).eval(), torch.randn(32, 32)
+    wanted = FORMS[form](model, [x]).eval()
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = FORMS[form](model, [x]).eval()
+        assert torch.equal(found(x), wanted(x))
+        path = export_onnx(found, tmp_path / "f.onnx", (x,))
+        assert verify_onnx(path, found, [x]).passed
+        state = found.train().state_dict()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {name for name, value in state.items() if value.dtype is torch.float64} == set()

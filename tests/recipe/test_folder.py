@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import itertools
+import os
 import shutil
 
 import networks
@@ -15,6 +16,7 @@ from networks import images_task
 import compresskit as ck
 from compresskit.base.errors import (
     CheckpointError,
+    ExportError,
 )
 from compresskit.recipe import folder, locks
 
@@ -75,3 +77,29 @@ def test_a_run_stays_in_its_folder_where_the_working_directory_changes(monkeypat
     assert (tmp_path / "run" / "recipe.json").exists()
     monkeypatch.chdir(tmp_path)
     assert "reuse" in str(recipe.plan(networks.Chain(), images_task(ck), "run"))
+
+
+ALONE = ck.Recipe(ck.Train(epochs=1))
+
+
+@pytest.mark.parametrize("begin", [ALONE.run, ALONE.plan])
+def test_a_folder_that_cannot_be_is_refused_in_a_sentence(begin, monkeypatch, tmp_path) -> None:
+    given = networks.Chain(), images_task(ck)
+    with pytest.raises(CheckpointError, match=r"x: cannot be written \(File name too long\); choose another out="):
+        begin(*given, tmp_path / ("x" * 256))
+    with pytest.raises(ExportError, match="its path is not UTF-8; rename the file or its folder"):
+        begin(*given, tmp_path / os.fsdecode(b"\xff"))
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for out in ("run", tmp_path / "run"):
+        with pytest.raises(CheckpointError, match=r"run: the working directory was deleted; change to another by os\.chdir"):
+            begin(*given, out)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_link_to_nothing_is_called_one(tmp_path) -> None:
+    (tmp_path / "run").symlink_to(tmp_path / "nothing")
+    said = r"run: cannot be written, a link to .*nothing, which is not there; make that, or choose another out="
+    with pytest.raises(CheckpointError, match=said):
+        ALONE.run(networks.Chain(), images_task(ck), tmp_path / "run")

@@ -8,6 +8,7 @@ from dataclasses import replace
 import networks
 import pytest
 import short_run
+import torch
 from matrix import cover
 from networks import image, images_task
 from torch import nn
@@ -148,3 +149,18 @@ def test_a_recipe_writes_its_files_in_the_opset_that_is_asked_for(tmp_path) -> N
     assert result.rows[-1].verified
     other = ck.Recipe(ck.Train(epochs=1, optimizer=short_run.ADAM), opset="lowest").plan(networks.Chain(), task, tmp_path / "run")
     assert "opset has changed: 14 then, lowest now" in str(other)
+
+
+def test_another_default_device_changes_nothing(tmp_path) -> None:
+    """A generator of the CPU draws on the CPU, wherever torch makes tensors of which no one says where."""
+    task, recipe = images_task(ck, samples=32), ck.Recipe(ck.Train(epochs=1))
+    torch.manual_seed(0)
+    model = networks.Chain()
+    wanted = recipe.run(model, task, tmp_path / "wanted")
+    torch.set_default_device("meta")
+    try:
+        found = recipe.run(model, task, tmp_path / "found")
+    finally:
+        torch.set_default_device(None)
+    assert found.rows[0].metric == wanted.rows[0].metric
+    assert all(torch.equal(value, wanted.model.state_dict()[name]) for name, value in found.model.state_dict().items())

@@ -96,7 +96,6 @@ def read_only(monkeypatch):
 
     def switch():
         monkeypatch.setattr(Path, "open", guarded)
-        monkeypatch.setattr("compresskit.base.files.tempfile.mkstemp", refuse)
         monkeypatch.setattr(Path, "rename", refuse)
 
     return switch

@@ -89,7 +89,8 @@ class MemoryBank:
             raise SettingError(f"MemoryBank(momentum=...): wanted a number in [0, 1), got {momentum}")
         self.negatives, self.momentum, self.temperature, self.teacher_head = negatives, momentum, temperature, teacher_head
         self._random = torch.Generator().manual_seed(seed)
-        self.student, self.teacher = (unit_norm(torch.randn(samples, width, generator=self._random)).to(device) for _ in range(2))
+        drawn = [torch.randn(samples, width, generator=self._random, device="cpu") for _ in range(2)]
+        self.student, self.teacher = (unit_norm(rows).to(device) for rows in drawn)
         self._log_z: dict[str, Tensor] = {}
 
     def __call__(self, student: Tensor, teacher: Tensor, index: Tensor) -> Tensor:
@@ -105,7 +106,7 @@ class MemoryBank:
             raise DataError(f"MemoryBank: indices must be 0..{samples - 1}, got {int(index.min())}..{int(index.max())}")
         s, t = unit_norm(student.float()), unit_norm((teacher if self.teacher_head else teacher.detach()).float())
         # An offset of 1..samples-1 from a sample's row is any row but its own.
-        offset = torch.randint(1, samples, (len(index), self.negatives), generator=self._random).to(index.device)
+        offset = torch.randint(1, samples, (len(index), self.negatives), generator=self._random, device="cpu").to(index.device)
         others = (index.unsqueeze(1) + offset) % samples
         value = self._one_direction("student", s, t, self.teacher[others])
         value = value + self._one_direction("teacher", t, s, self.student[others])

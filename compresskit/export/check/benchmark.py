@@ -246,8 +246,8 @@ def random_inputs(path: str | Path, *, batch: int = 1, size: int = 64) -> dict[s
             raise ExportError(f"{path}: input {entry.name!r} is {entry.type}; give inputs of your own")
         shape = [s if isinstance(s, int) else (size if i else batch) for i, s in enumerate(entry.shape)]
         kind = np.dtype(NUMPY_TYPES[entry.type])
-        values = torch.randn(shape, generator=generator) if kind.kind == "f" else torch.zeros(shape)
-        inputs[entry.name] = torch.from_numpy(values.numpy().astype(kind))
+        values = torch.randn(shape, generator=generator, device="cpu").numpy() if kind.kind == "f" else np.zeros(shape)
+        inputs[entry.name] = torch.from_numpy(values.astype(kind))
     return inputs
 
 

@@ -16,16 +16,16 @@ import torch
 
 from compresskit.base.version import __version__
 
-#: Packages that compresskit needs: name for pip -> (module, oldest version).
+#: Packages that compresskit needs: name for pip -> (module, oldest version), as in pyproject.toml, which has the reasons.
 REQUIRED = {
     "jinja2": ("jinja2", "3.1"),
     "numpy": ("numpy", "2.0"),
     "onnx": ("onnx", "1.18"),
-    "onnx-ir": ("onnx_ir", "0.1.10"),
-    "onnxruntime": ("onnxruntime", "1.22"),
-    "onnxscript": ("onnxscript", "0.5"),
+    "onnx-ir": ("onnx_ir", "0.1.16"),
+    "onnxruntime": ("onnxruntime", "1.23"),
+    "onnxscript": ("onnxscript", "0.6"),
     "safetensors": ("safetensors", "0.5"),
-    "scipy": ("scipy", "1.11"),
+    "scipy": ("scipy", "1.13"),
     "torch": ("torch", "2.11"),
     "tqdm": ("tqdm", "4.66"),
 }

@@ -179,6 +179,6 @@ def _own_loss(output: object, generator: torch.Generator) -> Tensor:
             loss = loss + F.cross_entropy(value, labels)
         else:
             clean, value = without_fills(clean, value)
-            drawn = torch.randn(value.shape, generator=generator).to(clean)
+            drawn = torch.randn(value.shape, generator=generator, device="cpu").to(clean)
             loss = loss + (value * drawn).sum() / clean.square().mean().sqrt().clamp(min=1e-12)
     return loss

@@ -147,7 +147,7 @@ class BlockQuantizer(MatrixQuantizer):
         self.scheme: BlockScheme = scheme
         channels, inputs = self.rows(torch.empty(shape, device="meta")).shape
         count = -(-inputs // scheme.width(inputs))
-        self.register_buffer("scale", torch.ones(channels, count))
+        self.register_buffer("scale", torch.ones(channels, count, dtype=torch.float32))
         self.register_buffer("zero_point", torch.zeros(channels, count, dtype=torch.int32))
 
     def set_grid_(self, scale: Tensor, zero_point: Tensor) -> None:

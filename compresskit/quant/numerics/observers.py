@@ -232,7 +232,7 @@ class Entropy(_HistogramObserver):
         sides = torch.where((low < 0) & (high > 0), 2, 1)  # values of one sign use all steps
         largest = torch.maximum(-low, high)
         bounds = [least_divergence(histogram, c, float(largest[c]), 2**self.bits // int(sides[c])) for c in range(len(low))]
-        t = torch.tensor(bounds, device=low.device)
+        t = torch.tensor(bounds, dtype=low.dtype, device=low.device)
         return -t, t
 
 

@@ -130,7 +130,8 @@ class PaletteQuantizer(MatrixQuantizer):
         self.scheme = scheme
         channels = self.rows(torch.empty(shape, device="meta")).shape[0]
         self.group_size = min(scheme.group_size or channels, channels)
-        self.register_buffer("centroids", torch.zeros(-(-channels // self.group_size), 2**scheme.bits))
+        groups = -(-channels // self.group_size)
+        self.register_buffer("centroids", torch.zeros(groups, 2**scheme.bits, dtype=torch.float32))
 
     def fit_(self, rows: Tensor, mask: Tensor | None, name: str) -> Tensor:
         """Find the centroids of a weight; returns it rounded, (channels, inputs).

@@ -178,7 +178,8 @@ def rebuild_weights(
         raise CheckpointError(f"{type(model).__name__}: the record names {unknown[0]}, which this model's graph does not have")
     insert_matrix_quantizers_(captured.module, [weights[name] for name in weights if name in schemes], schemes)
     for name in scaled:
-        insert_division_(captured.module, nodes[name], torch.ones(int(nodes[name].meta["val"].shape[-1])))
+        ones = torch.ones(int(nodes[name].meta["val"].shape[-1]), dtype=torch.float32)
+        insert_division_(captured.module, nodes[name], ones)
     if storage.int8_inputs:
         insert_input_quantizers_(captured.module)
     quantized = WeightQuantized(captured, WeightOrigin(**vars(origin), weights=schemes, storage=storage, scaled=scaled))

@@ -44,14 +44,19 @@ def write_page(path: str | Path, runs: Sequence[RunRecord]) -> None:
     """Write the page of runs, atomically. Raises CheckpointError where it cannot be written."""
     text = page_of_runs(runs)
     with atomic(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        _write_escaped(temporary, text)
 
 
 def write_csv(path: str | Path, runs: Sequence[RunRecord]) -> None:
     """Write one line for each stage and each baseline of each run, with the fields of `StageReport`, atomically."""
     text = csv_of_runs(runs)
     with atomic(path) as temporary:
-        temporary.write_text(text, encoding="utf-8", newline="")
+        _write_escaped(temporary, text)
+
+
+def _write_escaped(path: Path, text: str) -> None:
+    # A name of a file that the locale cannot decode has surrogates, which UTF-8 has no form of.
+    path.write_text(text, encoding="utf-8", errors="backslashreplace", newline="")
 
 
 def csv_of_runs(runs: Sequence[RunRecord]) -> str:

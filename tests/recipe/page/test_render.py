@@ -12,7 +12,16 @@ import pytest
 
 from compresskit.recipe.page.layers import named_times, time_rows
 from compresskit.recipe.page.records import RunRecord, read_run
-from compresskit.recipe.page.render import LONGEST_RECIPE, csv_of_runs, page_of_runs, run_names, summary, training_charts
+from compresskit.recipe.page.render import (
+    LONGEST_RECIPE,
+    csv_of_runs,
+    page_of_runs,
+    run_names,
+    summary,
+    training_charts,
+    write_csv,
+    write_page,
+)
 from compresskit.recipe.report import StageReport
 
 EMPTY = {"meta", "link"}
@@ -297,3 +306,10 @@ def test_the_page_says_where_the_milliseconds_go() -> None:
     run.times["2-qat"] = {"milliseconds": "x", "layers": [{"name": "a"}, 3]}  # damaged
     assert time_rows(run.times) == []
     page_of_runs([run])
+
+
+@pytest.mark.parametrize(("write", "name"), [(write_page, "report.html"), (write_csv, "report.csv")])
+def test_a_folder_whose_name_the_locale_cannot_decode_is_written(write, name, tmp_path) -> None:
+    run = a_run(folder="runs/\udcc3\udca4")  # what such a locale makes of "ä"
+    write(tmp_path / name, [run, run])
+    assert r"\udcc3\udca4" in (tmp_path / name).read_text(encoding="utf-8")

@@ -1,0 +1,45 @@
+"""The command line where its output cannot be written, or not as it is: no traceback, and the exit codes of its help."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import compresskit as ck
+from compresskit.cli import main
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    return str(ck.export_onnx(nn.Linear(4, 2), tmp_path_factory.mktemp("cli") / "ü.onnx", (torch.ones(2, 4),)))
+
+
+@pytest.mark.parametrize("command", ["inspect", "completion"])
+def test_an_output_that_is_full_is_said(command, file, capsys, monkeypatch) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit, match="2"):
+            main([command, *([file] if command == "inspect" else [])])
+        full.flush()  # as the interpreter does at its end
+    assert capsys.readouterr().err == "compresskit: the output cannot be written (No space left on device)\n"
+
+
+def test_a_command_without_outputs_ends_as_others_do(file, monkeypatch) -> None:
+    """A closed output is None, as of a daemon."""
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert main(["inspect", file]) == 0
+    assert main(["inspect", f"{file}.gone"]) == 2
+    sys.stdout.close()
+    sys.stderr.close()
+
+
+def test_what_an_output_has_no_letters_for_is_escaped(file, monkeypatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    assert main(["inspect", file]) == 0
+    assert rb"\xfc.onnx: " in written.getvalue()
