@@ -12,19 +12,17 @@ from compresskit.base.errors import SettingError
 from compresskit.base.inputs import Batches, first_and_all
 from compresskit.base.settings import check_field_types
 from compresskit.base.stage import Stage
-from compresskit.base.task import Inputs, Task, first_rows, rows_that_run
+from compresskit.base.task import Task
 from compresskit.graph.capture import Dynamic, check_dynamic
-from compresskit.measure import few_rows, input_row_dims, run_once
+from compresskit.measure import few_rows, input_row_dims
 from compresskit.quant.dynamic.insert_dynamic import DynamicallyQuantized, build_dynamic
 from compresskit.quant.dynamic.noisy_layers import noisy_lstm_layers
 from compresskit.quant.dynamic.placement_dynamic import DEFAULT_OPERATORS, DYNAMIC_KINDS
-from compresskit.quant.effort.samples import OutputError, tell_of_loss
+from compresskit.quant.effort.samples import OutputError, few_compared_rows, tell_of_loss
 from compresskit.quant.numerics.scheme import Scheme
 from compresskit.quant.numerics.targets import X86, Target, check_target
 
 log = logging.getLogger(__name__)
-
-COMPARED_ROWS = 8  # of the example, where the model takes so few: the outputs on them are compared with the float model's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +87,7 @@ def quantize_dynamic(
     settings.check("quantize_dynamic")
     example, _ = first_and_all(batches, "quantize_dynamic")
     quantized = build_dynamic(model, example, **vars(settings))
-    error = OutputError(model, [_compared_rows(model, quantized, example)], None)
+    error = OutputError(model, [few_compared_rows(model, quantized, example, dynamic)], None)
     if not error.outputs[0]:
         log.info(
             "quantize_dynamic: %s has no output in floating point to compare; what it loses is not judged", type(model).__name__
@@ -101,17 +99,6 @@ def quantize_dynamic(
         quantized = build_dynamic(model, example, floating=noisy, **vars(settings))
     tell_of_loss(error, quantized, "quantize_dynamic", "`quantize_to_accuracy` leaves float what costs most")
     return quantized
-
-
-def _compared_rows(model: nn.Module, quantized: DynamicallyQuantized, example: Inputs) -> Inputs:
-    """The first rows of the example where both models run on them, and the example where one does not."""
-
-    def run(rows: Inputs) -> None:
-        run_once(model, rows)
-        run_once(quantized, rows)
-
-    dims = input_row_dims(model, example, quantized.dynamic)
-    return rows_that_run(run, first_rows(example, COMPARED_ROWS, dims), example)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,16 +12,18 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import DataError
-from compresskit.base.task import Inputs, batch_size, call, shapes_of
+from compresskit.base.task import Inputs, batch_size, call, first_rows, rows_that_run, shapes_of
 from compresskit.graph.capture import Dynamic
 from compresskit.graph.differences import without_fills
 from compresskit.graph.surgery import call_unmoved, mode
+from compresskit.measure import input_row_dims, run_once
 from compresskit.metrics import decibels
 from compresskit.quant.calibration.rows import in_chunks, kinds_of_channels, parts_by_kind, row_count, take_rows
 
 log = logging.getLogger(__name__)
 
 LEAST_SAMPLES = 8  # of each half
+COMPARED_ROWS = 8  # of an example, where the model takes so few, by whose outputs quantized models without calibration are judged
 LEAST_OF_OUTPUTS = 15.0  # dB, below which an output is poor: there an error at right angles turns a vector by 10 degrees
 
 
@@ -82,6 +84,16 @@ def rows_within(batches: Sequence[Inputs], most: int, step: int) -> list[Inputs]
         taken.append(inputs)
         left -= batch_size(inputs)
     return taken
+
+
+def few_compared_rows(model: nn.Module, quantized: nn.Module, example: Inputs, dynamic: Dynamic) -> Inputs:
+    """The first rows of an example where both models run on them, and the example where one does not."""
+
+    def run(rows: Inputs) -> None:
+        run_once(model, rows)
+        run_once(quantized, rows)
+
+    return rows_that_run(run, first_rows(example, COMPARED_ROWS, input_row_dims(model, example, dynamic)), example)
 
 
 def float_leaves(output: Any) -> list[Tensor]:

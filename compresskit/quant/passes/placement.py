@@ -138,6 +138,10 @@ def place_quantizers(
     return placement if placement.integer or slow else _Placer(graph, target, skip, floating or {}, slow=True).run()
 
 
+#: Operators that are in integers where what they read is, and gain nothing by it themselves.
+_HANDED_ON = frozenset({"move", "concat", "clamp", "leaky_relu", "add", "mul"})
+
+
 class _Placer:
     """One pass over the graph in the order of execution."""
 
@@ -152,6 +156,7 @@ class _Placer:
         paths = {module_path(node) for node in graph.nodes}
         modules = {s for s in skip if any(path == s or path.startswith(f"{s}.") for path in paths)}
         self.unrounded = {node for node in graph.nodes if node.name in skip and node.name not in modules}
+        self.read_in_integers = self._read_in_integers()
 
     def run(self) -> Placement:
         for node in self.graph.nodes:
@@ -237,7 +242,21 @@ class _Placer:
             return "it does not stand directly behind an integer operator"
         if self.target.operators[kind].follow and not any(self._is_rounded(value) for value in operands):
             return "none of its inputs is in integers"
+        ends = kind in ("add", "mul") and self.target.operators[kind].follow and node not in self.read_in_integers
+        if ends and not all(self._is_rounded(value) for value in operands):
+            # Coordinates plus an offset, or weights of an attention: a range that 8 bits may not hold, and no faster for it.
+            return "it reads a value in float, and nothing in integers reads it"
         return None
+
+    def _read_in_integers(self) -> set[Node]:
+        """Values that an operator may read in integers, also behind others that only hand them on."""
+        found = set[Node]()
+        for node in reversed(self.graph.nodes):
+            kind = OPERATOR_KINDS.get(node.target, "unknown") if node.op == "call_function" else "unknown"
+            with_constant = kind in ("add", "mul") and len(self._operands(node, kind)) < 2
+            if (node in found and not with_constant) if kind in _HANDED_ON else kind in self.target.operators:
+                found.update(node.all_input_nodes)
+        return found
 
     def _is_narrow_volume(self, node: Node) -> bool:
         """Whether a convolution over three dimensions has so few channels, a depthwise one aside, that integers are slower."""

@@ -27,6 +27,7 @@ from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor
 from compresskit.quant.calibrated import check_samples
 from compresskit.quant.calibration.activation_statistics import InputMoments, input_moments, patch_moments
+from compresskit.quant.effort.samples import OutputError, few_compared_rows, tell_of_loss
 from compresskit.quant.numerics.block_grid import (
     BlockQuantizer,
     BlockScheme,
@@ -182,6 +183,8 @@ def _quantize_weights(model: nn.Module, batches: Batches, settings: WeightSettin
     quantized.plan = _plan(quantized, weights, formats, originals, rounder.notes)
     quantized.enable_()
     quantized.keep_masked_()
+    error = OutputError(model, [few_compared_rows(model, quantized, example, settings.dynamic)], None)
+    tell_of_loss(error, quantized, where, "print(quantized.plan) says what each weight lost; overrides= gives some more bits")
     return quantized
 
 

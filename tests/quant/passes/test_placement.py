@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import networks
+import oracles
 import pytest
 import torch
 import torch.nn.functional as F
@@ -250,3 +251,45 @@ def test_a_matrix_times_itself_stays_float() -> None:
     model, x = Gram().eval(), torch.randn(32, 8)
     placement = quantize_static(model, [(x,)]).placement
     assert "it multiplies its weight by itself" in placement.floating.values()
+
+
+class Warped(nn.Module):
+    """Coordinates of pixels plus a flow, by which features are looked up; with `layer`, a convolution reads the sum."""
+
+    def __init__(self, layer: bool) -> None:
+        super().__init__()
+        self.features, self.flow = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU()), nn.Conv2d(8, 2, 3, padding=1)
+        self.last = nn.Conv2d(2, 2, 1) if layer else nn.Identity()
+
+    def forward(self, x):
+        f, (h, w) = self.features(x), x.shape[2:]
+        y, x = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
+        at = self.last(torch.stack([x, y]).float() + self.flow(f))
+        return F.grid_sample(f, at.permute(0, 2, 3, 1) * torch.tensor([2 / (w - 1), 2 / (h - 1)]) - 1, align_corners=True)
+
+
+class Pooled(nn.Module):
+    """Attention pooling: weights of a softmax times values, summed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.a, self.v, self.o = nn.Conv2d(3, 16, 3, padding=1), *(nn.Conv2d(16, 4, 1) for _ in range(2)), nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = F.relu(self.f(x))
+        return self.o((self.a(h).flatten(2).softmax(2) * self.v(h).flatten(2)).sum(2))
+
+
+@pytest.mark.parametrize(("model", "name"), [(Warped(False), "add"), (Pooled(), "mul")])
+def test_what_reads_a_float_value_and_no_layer_reads_stays_float(model, name) -> None:
+    """Eight bits do not hold the coordinates of 256 pixels and a fraction of one, and its kernels are no faster."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, 8, 256)
+    quantized = quantize_static(model.eval(), [(x,)])
+    assert quantized.placement.floating[name] == "it reads a value in float, and nothing in integers reads it"
+    with torch.no_grad():
+        assert oracles.sqnr(model(x), quantized(x)) > 30
+
+
+def test_what_a_layer_reads_is_in_integers() -> None:
+    assert "add" in quantize_static(Warped(True).eval(), [(torch.randn(4, 3, 8, 16),)]).placement.integer

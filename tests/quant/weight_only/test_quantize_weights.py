@@ -470,3 +470,24 @@ def test_moments_that_are_not_finite_are_refused() -> None:
     moment = torch.full((1, 4, 4), torch.inf, dtype=torch.float64)
     with pytest.raises(DataError, match="second moments .* are nan or infinite; clean the calibration data"):
         rounded_in_turn(torch.randn(1, 3, 4), moment, lambda index, ahead: ahead(1)[..., 0])
+
+
+def test_outputs_that_few_bits_lose_are_named(caplog) -> None:
+    """Random Fourier features: a step of a large weight turns the phase by more than a radian."""
+    torch.manual_seed(0)
+    features = nn.Linear(2, 16)
+    nn.init.normal_(features.weight, 0.0, 300.0)
+
+    class Turned(nn.Module):
+        def __init__(self, factor: float) -> None:
+            super().__init__()
+            self.features, self.factor, self.head = features, factor, nn.Linear(16, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(torch.sin(self.factor * self.features(x)))
+
+    eight, x = BlockScheme(bits=8, block_size=None), torch.rand(32, 2)
+    quantize_weights(Turned(0.01).eval(), x, scheme=eight)
+    assert not caplog.text
+    quantize_weights(Turned(1.0).eval(), x, scheme=eight)
+    assert "dB against that of the float model; print(quantized.plan) says what each weight lost" in caplog.text
