@@ -1,8 +1,9 @@
-"""Elementary functions whose translations of torch's exporter overflow, underflow or take another branch than torch does."""
+"""Functions whose translations of torch's exporter overflow, underflow, take another branch than torch does, or fail."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,8 +38,17 @@ def elementary_translations() -> dict[Any, Any]:
         ratio = op.Where(op.Equal(small, large), number(1.0, a), small / large)  # of zeros, and of infinities, it is none
         return large * op.Sqrt(ratio * ratio + number(1.0, a))  # squares of the values themselves overflow
 
+    def reduced(kind):  # type: ignore[no-untyped-def]
+        def reduce(x, dim: Sequence[int] = (), keepdim: bool = False):  # type: ignore[no-untyped-def]
+            given = [op.Constant(value_ints=list(dim))] if dim else []  # of no dimension it is of all, which the exporter refuses
+            return kind(x, *given, keepdims=int(keepdim))
+
+        return reduce
+
     aten = torch.ops.aten
     return {
+        aten.amax.default: reduced(op.ReduceMax),
+        aten.amin.default: reduced(op.ReduceMin),
         aten.log_sigmoid.default: log_sigmoid,
         aten.logaddexp.default: logaddexp,
         aten.logaddexp2.default: logaddexp2,

@@ -339,6 +339,27 @@ def test_functions_are_right_at_far_values(function, tmp_path: Path) -> None:
     torch.testing.assert_close(torch.from_numpy(got), function(*inputs))
 
 
+@pytest.mark.parametrize(
+    "reduced",
+    [
+        lambda y: y.amax(),
+        lambda y: torch.aminmax(y)[1] - torch.aminmax(y)[0],
+        lambda y: y.amin((0, -1)),
+        lambda y: y.amax(1, keepdim=True),
+        lambda y: (10 * y).int().amin().float() + 0.5,
+    ],
+    ids=["all", "both", "dimensions", "kept", "integers"],
+)
+def test_the_largest_of_all_values_or_along_dimensions(reduced, tmp_path: Path) -> None:
+    class Scaled(nn.Module):
+        def forward(self, x):
+            return x - reduced(x)
+
+    inputs = [torch.randn(rows, 4) for rows in (3, 7, 1)]
+    path = ck.export_onnx(Scaled(), tmp_path / "f.onnx", inputs[0])
+    assert ck.verify_onnx(path, Scaled(), inputs).passed
+
+
 @pytest.mark.parametrize("equation", ["...ij,...jk->...ik", "...ij,jk->...ik", "a...i,...ij->a...j"])
 def test_einsum_of_operands_of_other_ranks(equation, tmp_path: Path) -> None:
     class Product(nn.Module):
