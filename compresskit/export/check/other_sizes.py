@@ -32,8 +32,8 @@ from compresskit.metrics import decibels
 #: own dtype are no distance: one value, or several that are nearly the same, vary by less.
 FARTHER, EXACT, ROUNDED, ROUNDINGS = 4, 1e-3, 0.05, 8
 ROWS = 2  # of the data, that other sizes are made of
-#: Decibels that rounding leaves of an output at another size: fewer than these, of which it is poor, and so many fewer than at the
-#: data's own. More are lost of a few samples alone, whose values leave the ranges of few others.
+#: Decibels that rounding leaves of an output at another size: fewer than these, so that it is poor, and so many fewer than at
+#: the data's own. Some are lost of few samples in any case, since their values leave the ranges of others.
 LEAST_AT_SIZE, MOST_FALL = 15.0, 10.0
 
 
