@@ -47,8 +47,8 @@ def elementary_translations() -> dict[Any, Any]:
 
     aten = torch.ops.aten
     return {
-        aten.amax.default: reduced(op.ReduceMax),
-        aten.amin.default: reduced(op.ReduceMin),
+        aten.amax.default: reduced(op.ReduceMax),  # type: ignore[no-untyped-call]
+        aten.amin.default: reduced(op.ReduceMin),  # type: ignore[no-untyped-call]
         aten.log_sigmoid.default: log_sigmoid,
         aten.logaddexp.default: logaddexp,
         aten.logaddexp2.default: logaddexp2,
