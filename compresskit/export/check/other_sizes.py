@@ -64,6 +64,7 @@ def remark_on_other_sizes(
         usual = [_output_distances(path, run, few, _arrays_given(model, few), eps) for run in sessions]
     except ExportError as error:
         return _refused_by_file(few, error)
+    own = rounding_decibels(model, few) if dtype is None else 0.0
     for sizes in _other_sizes(held, batch):
         resized = resized_inputs(few, names, sizes)
         try:
@@ -74,7 +75,7 @@ def remark_on_other_sizes(
             found = [_output_distances(path, run, resized, wanted, eps, usual[i][1])[0] for i, run in enumerate(sessions)]
         except ExportError as error:
             return _refused_by_file(resized, error)
-        if dtype is None and falls_short(left := rounding_decibels(model, resized), own := rounding_decibels(model, few)):
+        if dtype is None and falls_short(left := rounding_decibels(model, resized), own):
             return (
                 f"at inputs of shape {_shapes_in_words(resized)} rounding leaves {left:.1f} dB of the output, and {own:.1f} dB at"
                 " the data's; calibrate with such sizes, too"

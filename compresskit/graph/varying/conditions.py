@@ -21,7 +21,6 @@ from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
-from compresskit.base.errors import ModelError
 from compresskit.base.task import Inputs, call, copied_tensors, shapes_of
 from compresskit.graph.differences import without_fills
 from compresskit.graph.interpreter import run_graph
@@ -48,8 +47,6 @@ def warn_of_conditions(
 ) -> None:
     """Warn, once for a class of models, where the graph of a model computes what the model does for some sizes alone.
 
-    Raises ModelError where a condition holds for the example's size alone.
-
     Args:
         program: the graph.
         model: was captured, in eval mode; it is not changed.
@@ -65,14 +62,6 @@ def warn_of_conditions(
         if len(found) < TOLD and (shapes := sizes.broken_by(condition, [*found])):
             found[condition] = shapes
     found = {condition: found[condition] for condition in conditions if condition in found}
-    for condition, shapes in found.items():
-        if sizes.fixed_by(condition):
-            raise ModelError(
-                f"{type(model).__name__} cannot be captured as a graph: its code takes what it computes of a size that should"
-                f" vary for a constant: the graph is right only where {in_words(condition)}; for inputs of shape {shapes}, for"
-                " one, the model gives something else. A loop over a size does that, and len(), int() and float() of it; use an"
-                " operator over the whole input, or leave the dimension out of dynamic=, where () takes all sizes of the example"
-            )
     shapes = next(iter(found.values()), "") or sizes.differ_at_one()
     if shapes and first_time(type(model), ("sizes", *found)):
         where = " and ".join(map(in_words, found)) or "no size that varies is 1"
@@ -117,18 +106,6 @@ class OtherSizes:
                 if self.tried[key]:
                     return str(shapes_of(self._resized(group, size, device="meta")))
         return ""
-
-    def fixed_by(self, condition: str) -> bool:
-        """Whether a condition, which `broken_by` found, is that something computed of sizes is a number, as it is for those of
-        the example alone. A quotient that is rounded is the same for several.
-        """
-
-        def held(group: frozenset[tuple[int, int]], size: int) -> bool:
-            return holds(condition, self._arguments(self._resized(group, size, device="meta")))
-
-        if not _NUMBER.search(condition):
-            return False
-        return not all(held(g, max(1, n - 1)) or held(g, n + 1) or held(g, 2 * n) for n, g in self.together.items())
 
     def differ_at_one(self) -> str:
         """Shapes with dimensions of 1 for which the model gives something else, which no condition says; "" where none do."""

@@ -24,6 +24,7 @@ from compresskit.quant.numerics.quantizers import ActivationQuantizer
 
 LEAVES = 0.1  # of its range by which a value leaves it that is named
 TIMES = (2.0, 0.5)  # the data's size
+MOST_BYTES = 2**27  # of the largest value of one sample there, if it is one of an attention, which grows with the square
 
 
 class SeenSizes:
@@ -62,6 +63,8 @@ class SeenSizes:
         drawn, own = torch.get_rng_state(), None
         with torch.no_grad(), mode(quantized, training=False):
             for times in (1.0, *TIMES):
+                if times ** (2 * len(alone)) * quantized.row_bytes > MOST_BYTES:
+                    continue
                 sizes = {name: int(times * size) or 1 for name, size in alone.items()}
                 inputs = resized_inputs(self.example, self.names, sizes | {self.batch: 1})
                 try:

@@ -28,8 +28,8 @@ ALIKE = 1.5  # how much wider the joint range may be than the narrowest: 3.5 dB 
 class SharedScales:
     """Joins the groups of a placement that calls of one module make, see the top of this file; called with each placement.
 
-    The ranges are measured once, at the first call for a graph that calls a module several times; of several processes the first
-    decides for all.
+    The ranges are measured once, at the first call for a graph that calls a module several times, whatever is done to its weights
+    between two calls; of several processes the first decides for all.
     """
 
     def __init__(self, shown: Callable[[], Iterable[Inputs]]) -> None:
@@ -74,7 +74,10 @@ def _same_places(graph: fx.Graph, placement: Placement) -> Iterator[set[str]]:
         for nodes in zip(*calls, strict=True):
             if {node.name for node in nodes} <= points:
                 yield {node.name for node in nodes}
-            for read in zip(*(node.all_input_nodes for node in nodes), strict=False):
+            reads = [node.all_input_nodes for node in nodes]
+            if len({len(read) for read in reads}) > 1:
+                continue  # one input in two places, in one of the calls
+            for read in zip(*reads, strict=True):
                 outer = {source.name for source, own in zip(read, inside, strict=True) if source not in own}
                 if len(outer) > 1 and outer <= points:
                     yield outer

@@ -242,10 +242,11 @@ class _Placer:
             return "it does not stand directly behind an integer operator"
         if self.target.operators[kind].follow and not any(self._is_rounded(value) for value in operands):
             return "none of its inputs is in integers"
-        ends = kind in ("add", "mul") and self.target.operators[kind].follow and node not in self.read_in_integers
-        if ends and not all(self._is_rounded(value) for value in operands):
-            # Coordinates plus an offset, or weights of an attention: a range that 8 bits may not hold, and no faster for it.
-            return "it reads a value in float, and nothing in integers reads it"
+        if kind in ("add", "mul") and node not in self.read_in_integers:
+            sources = {source for value in self._rounded_operands(node, kind) for source in self._sources(value)}
+            if not sources <= self.rounded.keys():
+                # Coordinates plus an offset, or weights of an attention: a range that 8 bits may not hold, and no faster for it.
+                return "it reads a value in float, and nothing in integers reads it"
         return None
 
     def _read_in_integers(self) -> set[Node]:

@@ -227,7 +227,7 @@ def unfold_batchnorm_(body: fx.GraphModule, folds: list[FoldedBatchNorm]) -> Non
         biases = [_parameter_and_quantizer(body, node.args[2], BiasQuantizer) for node in calls]
         roundings = [(weight[1], bias[1]) for weight, bias in zip(weights, biases, strict=True)]
         conv_bn = ConvBN(fold, (layer.target, tuple(layer.args[3:])), roundings)
-        name = fold.norm
+        name = fold.norm or free_name(body, "norm")  # of one that is called by a model itself, "" names all of it
         if isinstance(getattr(body, name.partition(".")[0], None), QuantizerHolder):  # the name was free once it was folded
             name = free_name(body, name.replace(".", "_"))
         body.add_submodule(name, conv_bn)

@@ -15,7 +15,7 @@ from compresskit.base.errors import ModelError, SettingError
 from compresskit.graph.capture import capture
 from compresskit.prune import plan_channels
 from compresskit.quant import Target, quantize_static
-from compresskit.quant.numerics.targets import Support
+from compresskit.quant.numerics.targets import ARM, OPENVINO, TENSORRT, X86, Support
 
 
 def test_a_placement_prints_kinds_and_reasons() -> None:
@@ -280,15 +280,33 @@ class Pooled(nn.Module):
         return self.o((self.a(h).flatten(2).softmax(2) * self.v(h).flatten(2)).sum(2))
 
 
+@pytest.mark.parametrize("target", [X86, ARM, TENSORRT, OPENVINO], ids=lambda target: target.name)
 @pytest.mark.parametrize(("model", "name"), [(Warped(False), "add"), (Pooled(), "mul")])
-def test_what_reads_a_float_value_and_no_layer_reads_stays_float(model, name) -> None:
-    """Eight bits do not hold the coordinates of 256 pixels and a fraction of one, and its kernels are no faster."""
+def test_what_reads_a_float_value_and_no_layer_reads_stays_float(model, name, target) -> None:
+    """Eight bits do not hold the coordinates of 300 pixels and a fraction of one, and its kernels are no faster."""
+    if name not in target.operators:
+        return
     torch.manual_seed(0)
-    x = torch.randn(4, 3, 8, 256)
-    quantized = quantize_static(model.eval(), [(x,)])
+    x = torch.randn(4, 3, 8, 300)
+    quantized = quantize_static(model.eval(), [(x,)], target=target)
     assert quantized.placement.floating[name] == "it reads a value in float, and nothing in integers reads it"
     with torch.no_grad():
         assert oracles.sqnr(model(x), quantized(x)) > 30
+
+
+@pytest.mark.parametrize("target", [X86, TENSORRT], ids=lambda target: target.name)
+def test_a_shortcut_that_is_rounded_for_a_layer_is_added_in_integers_at_the_end_too(target) -> None:
+    class Shortcut(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+
+        def forward(self, x):
+            y = F.relu(self.a(x))
+            return F.relu(y + self.b(y))
+
+    placement = quantize_static(Shortcut().eval(), [(torch.randn(4, 3, 8, 8),)], target=target, strict="all").placement
+    assert "add" in placement.integer
 
 
 def test_what_a_layer_reads_is_in_integers() -> None:

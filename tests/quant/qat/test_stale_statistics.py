@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from compresskit.quant import prepare_qat
@@ -46,3 +47,32 @@ def test_statistics_of_a_trained_network_are_kept_to_the_bit() -> None:
     assert torch.equal(norm.running_var, model[34].running_var)
     assert torch.equal(norm.running_mean, model[34].running_mean)
     assert all(q.enabled for q in quantized.quantizers())
+
+
+class InForward(nn.Module):
+    """A BatchNorm whose function the model itself calls, with buffers and parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 8, 3), nn.Linear(8, 4)
+        self.weight, self.bias = nn.Parameter(torch.rand(8) + 0.5), nn.Parameter(torch.randn(8))
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("var", torch.rand(8) + 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.batch_norm(self.conv(x), self.mean, self.var, self.weight, self.bias, self.training)
+        return self.head(F.relu(y).mean((2, 3)))
+
+
+def test_a_norm_that_the_model_itself_calls_is_trained() -> None:
+    torch.manual_seed(0)
+    model, x = InForward(), torch.randn(16, 3, 8, 8)
+    for _ in range(40):
+        model(x)
+    quantized = prepare_qat(model.eval(), [x])
+    quantized(x).square().sum().backward()
+    assert len(conv_bn_layers(quantized.body)) == 1
+    quantized.eval()
+    quantized.convert_()
+    with torch.no_grad():
+        torch.testing.assert_close(quantized(x), model(x), rtol=0, atol=0.05)
