@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
-import os
 import re
 import runpy
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,7 @@ import torch
 from torch import nn
 
 from compresskit.base.errors import CompressError, DataError, Interrupted, SettingError
-from compresskit.base.progress import stoppable
+from compresskit.base.progress import make_writable_, output_may_end, say, stoppable
 from compresskit.base.task import Inputs, Task
 from compresskit.base.version import __version__
 from compresskit.export.check.audit import Audit, audit
@@ -48,7 +45,7 @@ from compresskit.search.options import SearchSettings
 
 SAY_WHICH = "say which: --size N, or --inputs FILE.npz"
 OPTION = "--{} {}"  # an option and its value, in messages
-STOPPED, UNREAD = 130, 141  # exit codes, as shells have them for a process that SIGINT or SIGPIPE ended
+STOPPED = 130  # exit code, as shells have it for a process that SIGINT ended
 #: Options of `compress` that are ceilings: (quantity of `at_most`, what is wanted).
 CEILINGS = {
     "latency": ("latency", "5ms, or 0.4x of the uncompressed file's"),
@@ -120,9 +117,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Raises SystemExit where the command line is wrong or asks for help, and where the output cannot be written or nobody reads it.
     """
-    _make_writable_()
+    make_writable_()
     parser = make_parser()
-    with _output_may_end():
+    with output_may_end():
         options = parser.parse_args(arguments)
         if options.command == "completion":
             sys.stdout.write(_completion_script(parser))
@@ -130,36 +127,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return COMMANDS[options.command](options)
     except CompressError as error:
-        sys.stderr.write(f"compresskit: {_in_own_words(options.command, str(error))}\n")
+        say(f"compresskit: {_in_own_words(options.command, str(error))}\n")
         return 2
     except Interrupted as error:
-        sys.stderr.write(f"compresskit: {error}\n")
+        say(f"compresskit: {error}\n")
     except KeyboardInterrupt:
-        sys.stderr.write("compresskit: stopped by SIGINT\n")
+        say("compresskit: stopped by SIGINT\n")
+    finally:
+        say("")  # what the library wrote, such as warnings
     return STOPPED
 
 
-def _make_writable_() -> None:
-    """Let what is printed be lost where the process began without an output, and escape what its encoding has no form of."""
-    sys.stdout, sys.stderr = (each or open(os.devnull, "w") for each in (sys.stdout, sys.stderr))  # noqa: SIM115  to the end
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")
+class _Parser(argparse.ArgumentParser):
+    """One that does not swallow it where its help cannot be written."""
 
-
-@contextmanager
-def _output_may_end() -> Iterator[None]:
-    """End quietly where the reader of what is printed has gone, as in `compresskit inspect f.onnx | head`; else say why."""
-    try:
-        try:
-            yield
-        finally:
-            sys.stdout.flush()
-    except OSError as error:
-        with suppress(OSError):  # else the interpreter flushes once more at its end, and complains
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        unread = isinstance(error, BrokenPipeError)
-        sys.stderr.write("" if unread else f"compresskit: the output cannot be written ({error.strerror})\n")
-        raise SystemExit(UNREAD if unread else 2) from None
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if file is None or file is sys.stderr:
+            say(message)
+        else:
+            file.write(message)
 
 
 def _in_own_words(command: str, text: str) -> str:
@@ -171,7 +157,7 @@ def _in_own_words(command: str, text: str) -> str:
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="compresskit",
         description="Verify, audit, benchmark and inspect ONNX files of any tool; report on runs.",
         epilog="compresskit COMMAND --help shows the options of a command, with examples and exit codes.",
@@ -259,7 +245,7 @@ def _add_input_options(command: argparse.ArgumentParser, name: str) -> None:
 
 
 def _print(options: argparse.Namespace, record: Any, text: str) -> None:
-    with _output_may_end():
+    with output_may_end():
         sys.stdout.write((json.dumps(record, indent=1) if options.json else text) + "\n")
 
 
@@ -370,7 +356,7 @@ def _report_command(options: argparse.Namespace) -> int:
         if (write := writers.get(Path(options.output).suffix)) is None:
             raise SettingError(f"report -o: wanted a name that ends with .html or .csv, got {options.output!r}")
         write(options.output, runs)
-    sys.stderr.writelines(f"compresskit: {sentence}\n" for sentence in missing)
+    say("".join(f"compresskit: {sentence}\n" for sentence in missing))
     return 1 if missing else 0
 
 

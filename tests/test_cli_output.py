@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import sys
 
@@ -43,3 +44,39 @@ def test_what_an_output_has_no_letters_for_is_escaped(file, monkeypatch) -> None
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
     assert main(["inspect", file]) == 0
     assert rb"\xfc.onnx: " in written.getvalue()
+
+
+def full_stream(buffered: bool) -> io.TextIOWrapper:
+    """A stream of a full disk; not buffered as with PYTHONUNBUFFERED=1, or by lines, as standard error is."""
+    if buffered:
+        return open("/dev/full", "w", buffering=1)
+    return io.TextIOWrapper(open("/dev/full", "wb", buffering=0), write_through=True)
+
+
+@pytest.mark.parametrize("buffered", [True, False])
+@pytest.mark.parametrize(
+    "command", ["inspect", "inspect nothing", "completion", "--version", "--help", "inspect --help", "nonsense"]
+)
+def test_a_full_disk_for_both_outputs_is_told_by_the_exit_code(command, buffered, file, monkeypatch) -> None:
+    """As of `> log 2>&1`; a traceback would end with 1, and what the interpreter cannot flush at its end with 120."""
+    with full_stream(buffered) as out, full_stream(buffered) as err:
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", err)
+        arguments = [file if command == "inspect" else "nothing.onnx"] if command.startswith("inspect") else []
+        try:
+            code = main([*command.removesuffix(" nothing").split(), *arguments])
+        except SystemExit as ended:
+            code = ended.code
+        out.flush()
+        err.flush()
+    assert code == 2
+
+
+def test_warnings_to_a_full_disk_leave_the_exit_code(file, monkeypatch, capsys) -> None:
+    with full_stream(buffered=True) as err:
+        monkeypatch.setattr(sys, "stderr", err)
+        with contextlib.suppress(OSError):
+            err.write("of the library\n")  # which swallows the error
+        assert main(["inspect", file]) == 0
+        err.flush()
+    assert "ü.onnx" in capsys.readouterr().out

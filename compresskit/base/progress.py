@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from torch import Tensor
 from tqdm import tqdm
@@ -37,6 +37,7 @@ from compresskit.base.settings import check_field_types
 log = logging.getLogger(__name__)
 
 CHECKPOINTS_KEPT = 2  # of a training
+UNREAD = 141  # exit code, as shells have it for a process that SIGPIPE ended
 CHECKPOINT_NAME = re.compile(r"(\d+)-(\d+|end)\.safetensors")
 
 
@@ -86,6 +87,43 @@ def stderr_held() -> Iterator[_HeldText]:
     finally:
         if sys.stderr is not None and held.getvalue():
             sys.stderr.write(held.getvalue())
+
+
+def make_writable_() -> None:
+    """Let what is printed be lost where the process began without an output, and escape what its encoding has no form of."""
+    sys.stdout, sys.stderr = (each or open(os.devnull, "w") for each in (sys.stdout, sys.stderr))  # noqa: SIM115  to the end
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def say(text: str) -> None:
+    """Write to standard error, with what is left there from before; where nothing can be written to it, all that is lost."""
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except (OSError, ValueError):  # a full disk, a pipe whose reader has gone, a file that is closed
+        _discard_(sys.stderr)
+
+
+@contextmanager
+def output_may_end() -> Iterator[None]:
+    """End quietly where the reader of what is printed has gone, as in `compresskit inspect f.onnx | head`; else say why."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        _discard_(sys.stdout)
+        unread = isinstance(error, BrokenPipeError)
+        say("" if unread else f"compresskit: the output cannot be written ({error.strerror})\n")
+        raise SystemExit(UNREAD if unread else 2) from None
+
+
+def _discard_(stream: TextIO) -> None:
+    """Lose what a stream still holds; else the interpreter flushes it once more at its end, complains, and exits with 120."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 @dataclass(frozen=True, kw_only=True)

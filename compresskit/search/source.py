@@ -57,6 +57,9 @@ recipe = {recipe}
 if __name__ == "__main__":
     print(recipe.run(given["model"], given["task"], out=Path(__file__).parent / "{out}"))
 '''
+#: Names that the script has itself -> their modules, where they have one: another thing of that name would take their place.
+OF_SCRIPT = {"Path": "pathlib", "len": "builtins", "print": "builtins", "str": "builtins"}
+OF_SCRIPT |= dict.fromkeys(("ck", "given", "recipe", "runpy", "sys"), "the written recipe")
 
 
 def as_script(recipe: Recipe, *, title: str, name: str, out: str) -> str:
@@ -96,7 +99,7 @@ class SourceWriter:
         if isinstance(value, Budget):
             return f"ck.{value!r}"
         if isinstance(value, partial):
-            self.modules["partial"] = "functools"
+            self._take("partial", "functools", where)
             given = [self.source(entry, where) for entry in value.args]
             given += [f"{key}={self.source(entry, where)}" for key, entry in value.keywords.items()]
             return f"partial({', '.join([self._named(value.func, where), *given])})"
@@ -137,9 +140,15 @@ class SourceWriter:
                 f"{where}: {name} of {module} cannot be imported, so that no recipe can be written with it; put it into a module,"
                 " or use functools.partial of a function of one"
             )
-        if self.modules.setdefault(name, module) != module:
-            raise SettingError(f"{where}: {name} of {module} and of {self.modules[name]} are both used; rename one of them")
+        self._take(name, module, where)
         return str(name)
+
+    def _take(self, name: str, module: str, where: str) -> None:
+        """Import a name. Raises SettingError where it is already that of something else."""
+        other = OF_SCRIPT.get(name, self.modules.get(name, module))
+        if other != module:
+            raise SettingError(f"{where}: {name} of {module} and of {other} are both used; rename one of them")
+        self.modules[name] = module
 
 
 def public_name(thing: Any) -> str | None:

@@ -168,3 +168,25 @@ def test_a_training_that_cannot_be_given_up_is_begun_only_where_it_fits(finals) 
     finals.seconds = 85
     finals.run(tried, 3)
     assert [t.trained is not None for t in tried] == [True, True, False]
+
+
+def told_of_the_end(caplog) -> int:
+    return sum("no other finalist is trained" in message for message in caplog.messages)
+
+
+def test_the_end_of_the_minutes_is_told_once(finals, monkeypatch, caplog) -> None:
+    """Although the trainings are looked at again as long as other processes work."""
+    caplog.set_level("INFO", logger="compresskit")
+    finals.seconds, looked, real = 20, itertools.count(), finals._look_
+    monkeypatch.setattr(finals, "_look_", lambda tried: real(tried) | ({"elsewhere"} if next(looked) < 4 else set()))
+    monkeypatch.setattr("compresskit.search.finals.finalists.PAUSE", 0.0)
+    finals.run(candidates(), 9)
+    assert told_of_the_end(caplog) == 1
+    assert next(looked) > 4
+
+
+def test_the_end_of_the_minutes_is_not_told_where_no_candidate_is_left(finals, caplog) -> None:
+    caplog.set_level("INFO", logger="compresskit")
+    finals.seconds = 20
+    finals.run(candidates()[:1], 9)
+    assert told_of_the_end(caplog) == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import os
 import runpy
 import subprocess
@@ -14,6 +16,7 @@ import torch
 import compresskit as ck
 from compresskit.cli import main
 from compresskit.search.candidate import Candidate
+from compresskit.search.source import SCRIPT_TEXT, SourceWriter
 
 QUICK = {"trials": 2, "finalists": 1, "seconds": 0.02}
 pytestmark = pytest.mark.usefixtures("by_formula")
@@ -93,3 +96,33 @@ def test_the_table_says_what_was_trained_of_a_training_alone(train, shown, model
     end = head.index("trained") + len("trained")
     (chosen,) = (row for row in rows if row.startswith(">"))
     assert chosen[end - len("trained") : end].strip() in shown
+
+
+def names_of_the_script() -> list[str]:
+    """What the script reads or defines besides what a recipe needs."""
+    blank = dict.fromkeys(("title", "name", "defines", "imports", "out"), "")
+    tree = ast.parse(SCRIPT_TEXT.format(recipe="None", **blank))
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    names |= {(a.asname or a.name) for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom) for a in n.names}
+    return sorted(name for name in names if not name.startswith("__"))
+
+
+@pytest.mark.parametrize("name", names_of_the_script())
+def test_a_function_by_a_name_of_the_script_itself_is_refused(name) -> None:
+    def optimizer(parameters):
+        return torch.optim.Adam(parameters)
+
+    for module in ("<run_path>", "mine"):
+        optimizer.__module__, optimizer.__qualname__ = module, name
+        with pytest.raises(ck.SettingError, match=rf"here, optimizer: {name} of {module} and of .* are both used; rename one"):
+            SourceWriter().source(ck.Train(steps=1, optimizer=optimizer), "here")
+
+
+def test_a_function_named_partial_is_refused_beside_that_of_functools() -> None:
+    def own(parameters):
+        return torch.optim.Adam(parameters)
+
+    own.__module__, own.__qualname__ = "mine", "partial"
+    for given in ((own, functools.partial(torch.optim.SGD)), (functools.partial(own),)):
+        with pytest.raises(ck.SettingError, match="partial of .* are both used; rename one of them"):
+            SourceWriter().source(given, "here")

@@ -32,7 +32,7 @@ from compresskit.prune.structure.plan import Plan
 log = logging.getLogger(__name__)
 
 MOST_COLUMNS = 6144  # a layer with more inputs is left as it was: the system to solve is columns x columns
-SAMPLED_ROWS = 512  # output positions at which a layer's inputs are read in one batch, or half as many as it has inputs
+SAMPLED_ROWS = 512  # output positions at which a layer's inputs are read in one batch, and at once, or half as many as its inputs
 
 RefittableLayer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -65,7 +65,7 @@ def reconstruct_(
     first = next(stream, None)
     if first is None:
         raise DataError("reconstructing layers: no batch of calibration data was given")
-    statistics = input_statistics(dense, names, itertools.chain([first], stream))
+    statistics = input_statistics(dense, names, itertools.chain([first], stream), norms=True)
     before, wanted = copy.deepcopy(model.state_dict()), output_leaves(dense, first)
     distance = squared_distance(output_leaves(model, first), wanted)
     lost = refit_(model, dense, plan, statistics, damping=damping)
@@ -123,7 +123,7 @@ class InputStatistics:
     """Sums over rows of a layer's inputs, and the BatchNorm that alone reads its output, where a constant may go."""
 
     def __init__(self) -> None:
-        self.rows, self.total, self.products = 0, torch.zeros(()), torch.zeros(())
+        self.rows, self.total, self.products = 0, torch.zeros((), device="cpu"), torch.zeros((), device="cpu")
         self.norm: str | None = None
 
     def add(self, x: Tensor) -> None:
@@ -135,6 +135,8 @@ class InputStatistics:
 
 class _Readers(TorchDispatchMode):
     """Counts what reads the outputs of layers while a model runs: operators of any kind, and BatchNorms."""
+
+    supports_higher_order_operators = True  # such as torch.cond, which reads what it is called with
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -161,48 +163,74 @@ class _Readers(TorchDispatchMode):
     def norm_of(self, layer: str) -> str | None:
         """The BatchNorm that reads the outputs of a layer and no other value, where nothing else reads them."""
         found = {norm for norm, source in self.normalized if source == layer}
-        calls = sum(count for (norm, _), count in self.normalized.items() if norm in found)
-        return found.pop() if len(found) == 1 and calls == self.read[layer] else None
+        if len(found) != 1:
+            return None
+        norm = found.pop()
+        own = self.normalized[norm, layer]
+        calls = sum(count for (other, _), count in self.normalized.items() if other == norm)
+        return norm if own == calls == self.read[layer] else None
 
 
-def input_statistics(dense: nn.Module, names: list[str], batches: Iterable[Inputs]) -> dict[str, InputStatistics]:
-    """Run the dense model once over the data and sum up what its layers read, by the name of their weights."""
+def input_statistics(
+    dense: nn.Module, names: list[str], batches: Iterable[Inputs], *, norms: bool = False, for_each_input: int = 0
+) -> dict[str, InputStatistics]:
+    """Run the dense model once over the data and sum up what its layers read, by the name of their weights.
+
+    Args:
+        dense: the model. names: of weights. batches: inputs.
+        norms: whether to look for the BatchNorm that alone reads a layer's output; every operator is then watched.
+        for_each_input: a layer is read at so many positions for each of its inputs, or at all there are, each counted once;
+            0 samples each batch, whatever others gave, and may count a position twice.
+    """
     statistics = {name.removesuffix(".weight"): InputStatistics() for name in names}
-    norms = [
-        path
-        for path, module in dense.named_modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None
-    ]
-    generator, readers = torch.Generator().manual_seed(0), _Readers()
+    generator, readers = torch.Generator(device="cpu").manual_seed(0), _Readers() if norms else None
 
     def visit(path: str, module: Any, x: Tensor, out: Any) -> None:
         if path in statistics:
-            rows = max(SAMPLED_ROWS, module.weight[0].numel() // 2)
-            chosen = _sampled_positions(module, x, rows, generator)
-            statistics[path].add(rows_at(module, x.detach(), chosen))
-            readers.add_output(path, out)
-        else:
+            inputs, found = module.weight[0].numel(), statistics[path]
+            at_once = max(SAMPLED_ROWS, inputs // 2)
+            count = max(at_once, for_each_input * inputs - found.rows)
+            chosen = _sampled_positions(module, x, count, generator, distinct=for_each_input > 0)
+            for part in chosen.split(at_once):  # all rows of a wide layer would take much memory
+                found.add(rows_at(module, x.detach(), part))
+            if readers is not None:
+                readers.add_output(path, out)
+        elif readers is not None:
             readers.add_norm(path, x)
 
-    with watched_calls(dense, [*statistics, *norms], visit), torch.no_grad(), mode(dense, training=False):
+    watched = [*statistics, *(_batchnorms(dense) if norms else ())]
+    with watched_calls(dense, watched, visit), torch.no_grad(), mode(dense, training=False):
         for inputs in batches:
+            if readers is None:
+                call_checked(dense, inputs, "calibration data")
+                continue
             readers.outputs.clear()
             with readers:
                 outputs = call_checked(dense, inputs, "calibration data")
             readers.count(outputs)
     for path, found in statistics.items():
-        found.norm = readers.norm_of(path)
+        found.norm = None if readers is None else readers.norm_of(path)
     return {f"{path}.weight": inputs for path, inputs in statistics.items() if inputs.rows}
 
 
-def _sampled_positions(layer: Any, x: Tensor, count: int, generator: torch.Generator) -> Tensor:
+def _batchnorms(model: nn.Module) -> list[str]:
+    """Names of those that have a running mean."""
+    modules = model.named_modules()
+    return [path for path, m in modules if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.running_mean is not None]
+
+
+def _sampled_positions(layer: Any, x: Tensor, count: int, generator: torch.Generator, *, distinct: bool) -> Tensor:
     """(rows,) random positions of a layer's output for the input x, counted over all but its channels."""
     if isinstance(layer, nn.Linear):
         total = x.numel() // x.shape[-1]
     else:
         x = with_batch(layer, x)
         total = len(x) * math.prod(_output_sizes(layer, x))
-    return torch.randint(total, (count,), generator=generator) if count < total else torch.arange(total)
+    if count >= total:
+        return torch.arange(total, device="cpu")
+    if distinct:
+        return torch.randperm(total, generator=generator, device="cpu")[:count]
+    return torch.randint(total, (count,), generator=generator, device="cpu")
 
 
 def rows_at(layer: Any, x: Tensor, chosen: Tensor) -> Tensor:

@@ -73,7 +73,9 @@ def _alternating(target: Tensor, rank: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     begun = []
     for _ in range(STARTS):
-        drawn = [torch.randn(size, rank, generator=generator).to(target) for size in target.shape]
+        drawn = [
+            torch.randn(size, rank, generator=generator, dtype=torch.float32, device="cpu").to(target) for size in target.shape
+        ]
         begun.append(_swept(target, drawn, FIRST_SWEEPS))
     _, best = min(begun, key=lambda found: found[0])
     return _swept(target, best, SWEEPS)[1][1:]
@@ -115,5 +117,6 @@ def _all_but(target: Tensor, factors: list[Tensor], mode: int) -> Tensor:
 def _least_squares(gram: Tensor, product: Tensor) -> Tensor:
     """(rows, rank) X that is nearest to X gram = product."""
     exact = gram.double()  # of terms that are nearly alike, single precision would give anything
-    ridge = RIDGE * exact.diagonal().mean().clamp(min=1e-30) * torch.eye(len(gram)).to(exact)
+    identity = torch.eye(len(gram), dtype=exact.dtype, device=exact.device)
+    ridge = RIDGE * exact.diagonal().mean().clamp(min=1e-30) * identity
     return torch.linalg.solve(exact + ridge, product.double().T).T.to(product.dtype)

@@ -77,7 +77,8 @@ def spectrum(layer: FactorableLayer, statistics: InputStatistics | None) -> Spec
             moment = moment - torch.outer(mean, mean)
         if are_scarce(layer, statistics.rows):
             moment = _shrunk(moment, statistics.rows)
-        moment = moment + DAMPING * moment.diagonal().mean().clamp(min=1e-12) * torch.eye(len(moment)).to(moment)
+        ridge = DAMPING * moment.diagonal().mean().clamp(min=1e-12)
+        moment = moment + ridge * torch.eye(len(moment), dtype=moment.dtype, device=moment.device)
     values, outputs = _descending(flat @ moment @ flat.T)
     if not is_tucker(layer):
         return Spectrum(outputs=outputs, energy=_fractions(values), shift=mean)
@@ -113,7 +114,7 @@ def _shrunk(moment: Tensor, rows: int) -> Tensor:
     trace, squares = float(moment.trace()), float(moment.square().sum())
     spread = (rows + 1 - 2 / size) * (squares - trace**2 / size)
     part = min(1.0, ((1 - 2 / size) * squares + trace**2) / spread) if spread > 0 else 1.0
-    return (1 - part) * moment + part * trace / size * torch.eye(size).to(moment)
+    return (1 - part) * moment + part * trace / size * torch.eye(size, dtype=moment.dtype, device=moment.device)
 
 
 def _descending(matrix: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,6 +27,7 @@ from compresskit.prune.channels.reconstruct import MOST_COLUMNS, InputStatistics
 from compresskit.prune.depth.prove_blocks import training_failure
 from compresskit.prune.evidence import watched_calls
 from compresskit.prune.low_rank.factorize import (
+    SCARCE,
     FactorableLayer,
     Spectrum,
     are_scarce,
@@ -358,7 +359,7 @@ def _statistics(model: nn.Module, names: Collection[str], batches: Iterable[AnyI
     first = next(stream, None)
     if first is None:
         raise DataError("low rank: no batch of calibration data was given; pass batches=None to fit the weights alone")
-    found = input_statistics(model, read, itertools.chain([first], stream))
+    found = input_statistics(model, read, itertools.chain([first], stream), for_each_input=SCARCE)
     return {name.removesuffix(".weight"): statistics for name, statistics in found.items()}
 
 
@@ -428,8 +429,10 @@ def _closed_form(
         tried = {(rounded(rank, most),) for rank in range(1, most + 1)}
     else:
         choices = [sorted({rounded(rank, most) for rank in range(1, most + 1)}) for most in (inputs, outputs)]
-        costs = _cost(layer, positions, (torch.tensor(choices[0])[:, None], torch.tensor(choices[1])), budget.quantity)
-        tried = _least_lost_pairs(choices, directions, whole - costs.double(), whole)
+        # Whatever torch's default device and dtype are: in float16 the cost of a wide layer is infinite.
+        first, second = (torch.tensor(each, dtype=torch.float64, device="cpu") for each in choices)
+        costs = _cost(layer, positions, (first[:, None], second), budget.quantity)
+        tried = _least_lost_pairs(choices, directions, whole - costs, whole)
     made = [
         _Option(ranks=r, lost=directions.lost(r), saved=float(whole - _cost(layer, positions, r, budget.quantity))) for r in tried
     ]

@@ -12,6 +12,9 @@ from torch.autograd.function import BackwardCFunction
 from compresskit.base.errors import SettingError
 
 LEARNED_DOWN_TO = 1 / 64  # of its first value a learned scale has at least: at zero no step of training would reach it any more
+#: What the gradient of a smaller scale is divided by, which then moves more slowly under gradient descent: that of a tiny one
+#: would be larger than all others together, and leave nothing of them where they are clipped by their norm.
+LEAST_UNIT = 1 / 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,7 +287,7 @@ def learned_scale(ratio: Tensor, first: Tensor) -> Tensor:
 
     The steps of Adam are as large as its rate, however small the gradient, and a scale of 8 bits is as small as such a step: the
     rate must be relative to it (Jain et al., 1903.08066, learn the logarithm for this reason). The gradient is that of the scale,
-    which LSQ scales to be as large as those of the weights, and not `first` times that: gradients may be clipped by their norm.
+    divided by `first` and not multiplied, so that gradient descent makes the steps that it makes with the scale itself.
 
     Args:
         ratio, first: (channels,) or a scalar, 1 and the scale before the training.
@@ -297,12 +300,13 @@ class _LearnedScale(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ratio: Tensor, first: Tensor) -> Tensor:
-        ctx.save_for_backward(ratio < LEARNED_DOWN_TO)
+        ctx.save_for_backward(ratio < LEARNED_DOWN_TO, first)
         return first * ratio.clamp(min=LEARNED_DOWN_TO)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (below,) = ctx.saved_tensors
+        below, first = ctx.saved_tensors
+        grad = grad / first.clamp(min=LEAST_UNIT)
         return torch.where(below, grad.clamp(max=0), grad), None
 
 

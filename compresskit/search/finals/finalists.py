@@ -76,6 +76,7 @@ class Finals:
     remaining: float | None = None
 
     def __post_init__(self) -> None:
+        self.told_end = False
         self.optuna = import_optuna()
         self.states = self.optuna.trial.TrialState
         with self.worker.alone(TURN):
@@ -116,8 +117,10 @@ class Finals:
                     best is not None and self.train is None
                 ):  # what was run was the best; only what was measured since may be better
                     following = self.next_finalist(self._measured_better(tried, best), best, at_work)
-                if following is None and not ended and done + len(at_work) < most and failed <= most and self._has_time():
+                if following is None and not ended and done + len(at_work) < most and failed <= most:
                     following = self.next_finalist(tried, best, at_work)
+                    if following is not None and not self._has_time():
+                        following = None
                 if following is not None:
                     trial = self._trial(self.folder(following.candidate))
             if following is not None:
@@ -142,7 +145,8 @@ class Finals:
         spent = sum(map(trained_for, trials))
         longest = max((trained_for(t) for t in trials if t.state == self.states.COMPLETE), default=0.0)
         ended = spent and self.short_seconds + spent + (0.0 if self.minimise == "drop" else longest) >= self.seconds
-        if ended:
+        if ended and not self.told_end:  # once, and not whenever other processes are looked at
+            self.told_end = True
             announce(log, "compress: no other finalist is trained, since the minutes are over")
         return not ended
 

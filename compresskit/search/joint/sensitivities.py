@@ -79,7 +79,7 @@ class Measuring:
         """fit: inputs for least squares and roundings. error: of the outputs on other inputs."""
         self.model, self.fit, self.error = model, fit, error
         names = [name for name, _ in model.named_parameters() if "." in name and can_refit(model, name)]
-        self.statistics = input_statistics(model, [*names, *_computed_weights(model)], in_chunks(fit, FEW))
+        self.statistics = input_statistics(model, [*names, *_computed_weights(model)], in_chunks(fit, FEW), norms=True)
 
     def groups(self, analysis: ChannelAnalysis, macs: int, kept: Sequence[Sequence[int]]) -> list[GroupSensitivity]:
         """Prune one group after the other. analysis: with scores. macs: of one sample. kept: channels that stay, of each."""

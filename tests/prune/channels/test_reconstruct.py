@@ -221,6 +221,7 @@ class Normalized(nn.Module):
         (lambda net, x: [net.norm(net.b(x)) + net.b(x.flip(2))], {"other"}),
         (lambda net, x: [net.norm(net.norm(net.b(x)))], {"other"}),
         (lambda net, x: [net.norm(net.b(x).relu_())], {"other"}),
+        (lambda net, x: [net.norm(y := net.b(x)) + net.norm(y.relu())], {"other"}),  # as many calls as readers
         (lambda net, x: [net.norm(y := net.b(x)) + net.plain(y)], {"other"}),
         (lambda net, x: [net.norm(y := net.b(x)) + net.other(y)], set()),
         (lambda net, x: [net.norm(net.b(x)) + net.norm(net.c(x))], set()),

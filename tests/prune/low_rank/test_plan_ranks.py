@@ -19,6 +19,7 @@ import compresskit as ck
 from compresskit.base.errors import CheckpointError, DataError, ModelError, SettingError
 from compresskit.graph.replacements import Factored, replace_module_
 from compresskit.graph.surgery import restructure_, structure
+from compresskit.prune.channels.reconstruct import input_statistics
 from compresskit.prune.low_rank import LowRank, RankPlan, plan_ranks
 
 WIDE = {"round_to": 2}
@@ -207,3 +208,44 @@ def test_a_layer_that_training_reads_stays_whole() -> None:
     plan = plan_ranks(model, x, ck.keep(macs=0.9))
     assert plan.locked["1"].startswith("the model does not train without it: AttributeError")
     plan.apply_(model).train()(x)
+
+
+@pytest.mark.parametrize(
+    ("method", "side"), [("tucker", None), ("tucker", 24), ("tucker", 8), ("auto", 24)], ids=["weights", "data", "few", "cp"]
+)
+def test_torchs_default_dtype_and_device_change_no_plan(method, side) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv2d(16, 24, 3, padding=1), nn.Conv2d(24, 24, 3, padding=1)).eval(), torch.randn(2, 16, 24, 24)
+    settings = {"method": method, "batches": None if side is None else [x[:, :, :side, :side]]}
+    wanted = plan_ranks(model, x, ck.keep(macs=0.5), **settings)
+    torch.set_default_dtype(torch.float16)
+    torch.set_default_device("meta")
+    try:
+        found = plan_ranks(model, x, ck.keep(macs=0.5), **settings)
+        small = found.apply_(copy.deepcopy(model), settings["batches"])
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    assert found == wanted
+    torch.testing.assert_close(small(x), wanted.apply_(model, settings["batches"])(x))
+
+
+class Conditional(nn.Module):
+    """Calls a higher-order operator on what a layer gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        y = self.a(x)
+        return self.b(torch.cond(y.sum() > 0, lambda v: v.sin(), lambda v: v.cos(), (y,)))
+
+
+def test_a_model_with_a_condition_is_factored() -> None:
+    torch.manual_seed(0)
+    model, x = Conditional().eval(), torch.randn(64, 32)
+    plan = plan_ranks(model, x, ck.keep(macs=0.8), batches=[x])
+    with torch.no_grad():
+        assert plan.apply_(copy.deepcopy(model), [x])(x).shape == (64, 32)
+    assert input_statistics(model, ["a.weight"], [(x,)], norms=True)["a.weight"].rows == 64  # as for refitting

@@ -108,3 +108,22 @@ def test_an_expert_that_the_example_does_not_reach_is_named_truly(all_called) ->
     assert plan_ranks(
         model, sent_to(40, 40, 40), ck.keep(macs=0.9), batches=[example]
     ).lines  # which no batch reaches: of weights
+
+
+@pytest.mark.parametrize(("side", "images", "positions"), [(26, 1, None), (18, 1, 256), (18, 2, 512), (18, 3, None)])
+def test_a_convolution_is_scarce_only_where_all_positions_of_the_data_are_few(side, images, positions) -> None:
+    """A window of 3x3 over 32 channels has 288 inputs, and 576 positions are enough: 24x24 of one image, or 16x16 of three."""
+    torch.manual_seed(0)
+    model, batches = nn.Sequential(nn.Conv2d(32, 32, 3)).eval(), [torch.randn(1, 32, side, side) for _ in range(images)]
+    plan = plan_ranks(model, batches[0], ck.keep(macs=0.6), batches=batches)
+    assert [line.positions for line in plan.lines] == [positions]
+
+
+def test_a_batch_gives_a_wide_layer_as_many_different_positions_as_it_needs() -> None:
+    layer = nn.Linear(1100, 2)
+    x = torch.eye(1100).repeat(3, 1) * torch.arange(1, 3301)[:, None]  # each row is another
+    found = input_statistics(nn.Sequential(layer), ["0.weight"], [(x,), (x,)], for_each_input=2)["0.weight"]
+    assert found.rows == 2200 + 550
+    once = input_statistics(nn.Sequential(layer), ["0.weight"], [(x,)], for_each_input=3)["0.weight"]
+    assert once.rows == 3300
+    torch.testing.assert_close(once.products, (x.T @ x).double())

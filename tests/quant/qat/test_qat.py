@@ -178,7 +178,7 @@ def test_learned_scales_are_parameters_until_converted() -> None:
     first(x).sum().backward()
     alone = first.scale.detach().clone().requires_grad_()
     fake_quantize(x, alone, first.zero_point, first.scheme, gradient_scale=1 / math.sqrt(3 * 16 * 16 * 255)).sum().backward()
-    assert first.ratio.grad.item() == pytest.approx(alone.grad.item(), rel=1e-5)
+    assert first.ratio.grad.item() == pytest.approx(16 * alone.grad.item(), rel=1e-5)  # the scale is smaller than 1 / 16
     before = {n: p.detach().clone() for n, p in learned.items()}
     optimizer = torch.optim.Adam(alive.parameters(), lr=1e-3)
     for _ in range(3):
@@ -213,6 +213,20 @@ def test_a_step_of_adam_is_relative_to_a_learned_scale() -> None:
     torch.optim.Adam([p for n, p in alive.named_parameters() if n.endswith(".ratio")], lr=1e-3).step()
     change = (scales() / before - 1).abs()
     assert 0.9e-3 < change.max() < 1.1e-3
+
+
+@pytest.mark.parametrize("size", [1.0, 1e3])
+def test_a_step_of_gradient_descent_is_that_of_the_scale_itself(size) -> None:
+    torch.manual_seed(0)
+    x = size * torch.randn(64, 8)
+    alive = prepare_qat(nn.Sequential(nn.Linear(8, 4)).eval(), [x], bits=Bits(activations=4), learned=True)
+    first = alive.activation_quantizers()[0]
+    before = first.scale.clone().requires_grad_()
+    factor = 1 / math.sqrt(8 * first.scheme.high)
+    fake_quantize(x, before, first.zero_point, first.scheme, gradient_scale=factor).square().mean().backward()
+    first(x).square().mean().backward()
+    torch.optim.SGD([first.ratio], lr=1e-3).step()
+    torch.testing.assert_close(first.effective_scale().detach(), before.detach() - 1e-3 * before.grad)
 
 
 def test_learned_scales_are_exported_and_saved(tmp_path) -> None:
