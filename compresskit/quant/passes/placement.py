@@ -139,7 +139,7 @@ def place_quantizers(
 
 
 #: Operators that are in integers where what they read is, and gain nothing by it themselves.
-_HANDED_ON = frozenset({"move", "concat", "clamp", "leaky_relu", "add", "mul"})
+_BETWEEN_OTHERS = frozenset({"move", "concat", "clamp", "leaky_relu", "add", "mul"})
 
 
 class _Placer:
@@ -255,7 +255,7 @@ class _Placer:
         for node in reversed(self.graph.nodes):
             kind = OPERATOR_KINDS.get(node.target, "unknown") if node.op == "call_function" else "unknown"
             with_constant = kind in ("add", "mul") and len(self._operands(node, kind)) < 2
-            if (node in found and not with_constant) if kind in _HANDED_ON else kind in self.target.operators:
+            if (node in found and not with_constant) if kind in _BETWEEN_OTHERS else kind in self.target.operators:
                 found.update(node.all_input_nodes)
         return found
 

@@ -113,9 +113,8 @@ class Finals:
                 failed = sum(t.failed for t in tried)
                 following = trial = None
                 ended = best is not None and self.train is None and self.minimise == "drop"
-                if (
-                    best is not None and self.train is None
-                ):  # what was run was the best; only what was measured since may be better
+                if best is not None and self.train is None:
+                    # What was run was the best; only what was measured since may be better.
                     following = self.next_finalist(self._measured_better(tried, best), best, at_work)
                 if following is None and not ended and done + len(at_work) < most and failed <= most:
                     following = self.next_finalist(tried, best, at_work)
@@ -131,10 +130,15 @@ class Finals:
                 time.sleep(PAUSE)
 
     def _measured_better(self, tried: Sequence[Tried], best: Tried) -> list[Tried]:
-        """The candidates that keep the ceilings surely, and had less of what is minimised than the best when it was measured."""
+        """The candidates that keep the ceilings surely, and had less of what is minimised than the best when it was measured.
+
+        None whose run failed, in an earlier call either: where one is finished, no run is tried again.
+        """
         assert best.figures is not None
         least, sure = best.figures.get(self.minimise), self._sure_ceilings()
-        measured = [(t.figures, t) for t in tried if t.figures is not None]
+        trials = self.study.get_trials(deepcopy=False, states=(self.states.FAIL,))
+        gone = {t.user_attrs.get("folder") for t in trials if "untrainable" in t.user_attrs}
+        measured = [(t.figures, t) for t in tried if t.figures is not None and self.folder(t.candidate).name not in gone]
         return [t for found, t in measured if found.get(self.minimise) < least and not found.excesses(sure)]
 
     def _has_time(self) -> bool:
