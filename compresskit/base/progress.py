@@ -6,6 +6,9 @@ progress/1-end.safetensors       the state after the first training, once it has
 
 A stage that is started again repeats everything but its trainings: the result of a finished one is read from its file, the
 interrupted one continues from its last checkpoint.
+
+What shows progress is here, too: bars, announcements, the signals that stop a long run, and what a command writes where its
+output is full, closed, or read by nobody.
 """
 
 from __future__ import annotations

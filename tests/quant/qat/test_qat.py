@@ -200,7 +200,7 @@ def test_learned_scales_are_parameters_until_converted() -> None:
 
 
 def test_a_step_of_adam_is_relative_to_a_learned_scale() -> None:
-    """As large as its rate, it was as large as most scales of 8 bits: three took a trained ResNet-20 from 87.8 % to 24.8."""
+    """As large as its rate, it was as large as most scales of 8 bits."""
     alive = prepare_qat(build(networks.Residual), [image(16)], learned=True)
 
     def scales():
