@@ -5,21 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import runpy
 import sys
-import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from compresskit.base.errors import CompressError, DataError, Interrupted, SettingError
 from compresskit.base.progress import make_writable_, output_may_end, say, stoppable
-from compresskit.base.task import Inputs, Task
+from compresskit.base.task import Inputs
 from compresskit.base.version import __version__
 from compresskit.export.check.audit import Audit, audit
 from compresskit.export.check.benchmark import (
@@ -36,12 +34,14 @@ from compresskit.export.check.levels import verify_levels
 from compresskit.export.check.runtimes import OPENVINO_REMEDY, installed_openvino
 from compresskit.export.files import read_metadata
 from compresskit.mixed.formats.slow_bf16 import bf16_speed
+from compresskit.recipe.folder import folder_of_run
 from compresskit.recipe.page.records import read_run
 from compresskit.recipe.page.render import write_csv, write_page
 from compresskit.recipe.report import remarks, table
 from compresskit.search import at_most, compress
 from compresskit.search.ceilings import parse_ceiling
 from compresskit.search.options import SearchSettings
+from compresskit.search.script.user_file import defined_by
 
 SAY_WHICH = "say which: --size N, or --inputs FILE.npz"
 OPTION = "--{} {}"  # an option and its value, in messages
@@ -54,7 +54,6 @@ CEILINGS = {
     "drop": ("drop", "0.5 or 0.5pt, in points (hundredths)"),
     "minutes": ("minutes", "30 (minutes), 30min or 2h"),
 }
-WANTED_FILE = "wanted a Python file that defines model and task"
 #: How the library names what an option of the command line sets -> the option.
 WORDS = {
     r"name the dimensions that vary in dynamic=$": "give arrays of these sizes (--inputs), or say which (--batch, --size)",
@@ -392,63 +391,27 @@ def _ceilings(options: argparse.Namespace) -> dict[str, str | None]:
     return given
 
 
-def _defined_by(path: str) -> dict[str, Any]:
-    """The names that a user's file defines. Raises SettingError where it cannot be run, or has no model and task."""
-    if Path(path).is_dir():
-        raise DataError(f"{path}: a folder; {WANTED_FILE}")
-    if not Path(path).is_file():
-        raise DataError(f"no such file: {path}")
-    try:
-        with open(path, "rb") as file:
-            binary = Path(path).suffix == ".onnx" or b"\0" in file.read()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); {WANTED_FILE}") from None
-    if binary:
-        raise DataError(f"{path}: not a Python file; {WANTED_FILE}")
-    sys.path.insert(0, str(Path(path).resolve().parent))  # as if it were run
-    try:
-        defined = runpy.run_path(path)
-    except Exception as error:
-        said = " ".join("".join(traceback.format_exception_only(error)[-1:]).split())
-        raise SettingError(f"compress: {_line_of(path, error)}: {said}; python {path} shows the whole traceback") from error
-    if missing := [name for name in ("model", "task") if name not in defined]:
-        raise SettingError(f"compress: {path} defines no {' and no '.join(missing)}; write model = ... and task = ck.Task(...)")
-    for name, kind in (("model", nn.Module), ("task", Task)):
-        if not isinstance(value := defined[name], kind):
-            wanted = f"a {'torch.nn' if kind is nn.Module else 'compresskit'}.{kind.__name__}"
-            raise SettingError(f"compress: {path}: {name}: wanted {wanted}, got {type(value).__name__}; write {name} = one")
-    return defined
-
-
-def _line_of(path: str, error: Exception) -> str:
-    """The line of a file in which an error came up, and that of another file where it was raised."""
-    places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)[1:]]
-    if isinstance(error, SyntaxError):
-        places.append((error.filename or path, error.lineno))
-    places = [(file, line) for file, line in places if not file.startswith("<")]
-    own, last = [line for file, line in places if file == path], places[-1] if places else (path, 0)
-    inside = "" if last[0] == path else f" ({last[0]}, line {last[1]})"
-    return f"{path}, line {own[-1]}{inside}" if own else f"{path}{inside}"
-
-
 def _compress_command(options: argparse.Namespace) -> int:
     budget = at_most(**_ceilings(options), threads=options.threads, batch=options.batch)
     # The file may train for hours: what is wrong in the command line is said before.
     SearchSettings(trials=options.trials, finalists=options.finalists, seconds=options.seconds)
-    if Path(options.out).exists() and not Path(options.out).is_dir():
+    out = folder_of_run(options.out)  # of the working directory before the file changes it
+    if out.exists() and not out.is_dir():
         raise SettingError(f"compress --out: wanted a folder, got a file: {options.out}")
-    defined = _defined_by(options.file)
-    with stoppable(Path(options.out)):
-        found = compress(
-            defined["model"],
-            defined["task"],
-            budget,
-            out=options.out,
-            train=defined.get("train"),
-            trials=options.trials,
-            finalists=options.finalists,
-            seconds=options.seconds,
-        )
+    # What the file and its functions print is no part of the JSON.
+    with redirect_stdout(sys.stderr) if options.json else nullcontext():
+        defined = defined_by(options.file, "compress")
+        with stoppable(Path(options.out)):
+            found = compress(
+                defined["model"],
+                defined["task"],
+                budget,
+                out=out,
+                train=defined.get("train"),
+                trials=options.trials,
+                finalists=options.finalists,
+                seconds=options.seconds,
+            )
     _print(options, found.to_json(), str(found))
     return 0
 

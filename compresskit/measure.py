@@ -19,14 +19,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compresskit.base.errors import DataError, ExportError, SettingError, runtime_message
-from compresskit.base.inputs import AnyInputs, as_inputs, call_checked
+from compresskit.base.inputs import AnyInputs, as_inputs, call_checked, counted_rows
 from compresskit.base.progress import progress_bar
 from compresskit.base.task import (
     Inputs,
+    MetricError,
     RowDims,
     RunningMetric,
     Task,
-    batch_size,
     call,
     check_is_task,
     first_rows,
@@ -35,7 +35,7 @@ from compresskit.base.task import (
     to_device,
 )
 from compresskit.graph.capture import Dynamic, input_names
-from compresskit.graph.surgery import call_unmoved, mode, state_kept
+from compresskit.graph.surgery import call_unmoved, check_not_lazy, mode, state_kept
 
 #: Setting of a session: microseconds that its threads wait busily for more work before they sleep. By the runtime's default they
 #: wait for tens of milliseconds, on cores that the next of several sessions wants. Before 1.26, ONNX Runtime ignores it.
@@ -43,12 +43,17 @@ SHORT_SPIN = ("session.intra_op.spin_duration_us", "200")
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Return the number of values in all parameters; a tied parameter counts once."""
+    """Return the number of values in all parameters; a tied parameter counts once.
+
+    Raises ModelError for a lazy parameter, whose shape no data have told yet.
+    """
+    check_not_lazy(model, "count_parameters")
     return sum(p.numel() for p in model.parameters())
 
 
 def count_nonzero(model: nn.Module) -> int:
-    """Return the number of parameter values that are not zero."""
+    """Return the number of parameter values that are not zero; ModelError as `count_parameters`."""
+    check_not_lazy(model, "count_nonzero")
     return sum(int(torch.count_nonzero(p)) for p in model.parameters())
 
 
@@ -87,10 +92,13 @@ def count_macs(model: nn.Module, inputs: AnyInputs, *, dims: RowDims | None = No
         model: any module; its mode is restored, and so is state that its forward writes.
         inputs: a batch of inputs, as a tensor, a tuple or a dict.
         dims: where its samples are in each input, where they are not in the first dimension; see `input_row_dims`.
+
+    Raises DataError for a batch without rows, SettingError for dimensions that the inputs have not.
     """
     from torch.utils.flop_counter import FlopCounterMode  # loads triton: a tenth of a second
 
     inputs = as_inputs(inputs, "count_macs")
+    rows = counted_rows(inputs, dims, "count_macs")
     aten = torch.ops.aten
     formulas = {aten._trilinear: _bilinear_flops, aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
     with suppress(AttributeError):  # torchvision is not imported
@@ -109,7 +117,7 @@ def count_macs(model: nn.Module, inputs: AnyInputs, *, dims: RowDims | None = No
             call(model, inputs)
     finally:
         torch._C._set_mkldnn_enabled(fused)
-    return counter.get_total_flops() // 2 // batch_size(inputs, dims)
+    return counter.get_total_flops() // 2 // rows
 
 
 def _bilinear_flops(_: Sequence[int], weight: Sequence[int], second: Sequence[int], *__: Any, **___: Any) -> int:
@@ -191,7 +199,7 @@ class Evaluation:
         found = metric.compute() if isinstance(metric, RunningMetric) else checked_score(self.task, *_joined(self.outputs))
         value = metric_value(found)
         if finite and not math.isfinite(value):
-            raise DataError(f"the metric is {value} on the validation set; look at the predictions and at Task(metric=...)")
+            raise MetricError(f"the metric is {value} on the validation set; look at the predictions and at Task(metric=...)")
         return value
 
 
@@ -455,7 +463,7 @@ def latency(
         DataError: a file has other inputs.
         ExportError: a file does not load, or does not run on the inputs.
     """
-    if rounds < 1 or seconds <= 0:
+    if rounds < 1 or not 0 < seconds < math.inf:
         raise SettingError(f"latency: wanted rounds >= 1 and seconds > 0, got {rounds} and {seconds}")
     if threads < 1:
         raise SettingError(f"latency: wanted threads >= 1, got {threads}")

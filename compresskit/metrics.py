@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from compresskit.base.errors import DataError, SettingError
 from compresskit.base.inputs import Batches, call_checked, each_inputs
 from compresskit.base.settings import NO_EFFECT, check_field_types
-from compresskit.base.task import first_tensor
+from compresskit.base.task import first_tensor, predicted_classes
 from compresskit.graph.differences import without_fills
 from compresskit.graph.surgery import mode
 
@@ -143,8 +143,8 @@ def _classes(_: OutputAgreement, predictions: Tensor, targets: Tensor) -> tuple[
     """How many places agree, and how many there are."""
     if predictions.ndim < 2 or predictions.shape[1] < 2:
         raise DataError(f'agreement("classes"): wanted predictions (N, classes, ...), got {tuple(predictions.shape)}; see "sqnr"')
-    undefined = predictions.isnan().any(1) | targets.isnan().any(1)  # argmax takes NaN for the largest
-    same = (predictions.argmax(1) == targets.argmax(1)) & ~undefined
+    found, wanted = predicted_classes(predictions), predicted_classes(targets)
+    same = (found == wanted) & (wanted >= 0)
     return float(same.sum()), float(same.numel())
 
 

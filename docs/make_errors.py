@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+SUBCLASSES = {"MetricError": "DataError"}  # which only the library tells apart -> what users catch
 HEAD = """# Errors: what they say, and what to do
 
 Written by `docs/make_errors.py` from the source; `tests/docs/test_errors_page.py` checks that it is complete.
@@ -55,7 +56,7 @@ def messages(path: Path) -> Iterator[tuple[str, str]]:
         kind = getattr(node.exc.func, "id", "")
         said = text_of(node.exc.args[0])
         if kind.endswith("Error") or kind == "Interrupted":
-            yield kind, said
+            yield SUBCLASSES.get(kind, kind), said
 
 
 def page() -> str:

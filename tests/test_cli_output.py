@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -80,3 +82,25 @@ def test_warnings_to_a_full_disk_leave_the_exit_code(file, monkeypatch, capsys) 
         assert main(["inspect", file]) == 0
         err.flush()
     assert "ü.onnx" in capsys.readouterr().out
+
+
+def test_what_the_file_of_compress_does_leaves_the_output_and_its_folder(tmp_path, capsys, monkeypatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "mine.py").write_text(
+        "import os, torch, compresskit as ck\n"
+        f"os.chdir({str(tmp_path / 'elsewhere')!r})\n"
+        "print('epoch 1')\n"
+        "model, task = torch.nn.Linear(2, 2), ck.Task(val=[(torch.ones(2, 2), torch.ones(2))])\n"
+    )
+
+    def search(model, task, budget, *, out, **options):
+        print("epoch 2")
+        return SimpleNamespace(to_json=lambda: {"out": str(out)})
+
+    monkeypatch.setattr("compresskit.cli.compress", search)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    assert main(["compress", "mine.py", "--size", "1MB", "--out", "runs/s", "--json"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out) == {"out": str(tmp_path / "runs" / "s")}
+    assert said.err == "epoch 1\nepoch 2\n"

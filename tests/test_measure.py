@@ -15,7 +15,7 @@ from torch import nn
 
 import compresskit as ck
 from compresskit import measure
-from compresskit.base.errors import DataError, SettingError
+from compresskit.base.errors import DataError, ModelError, SettingError
 from compresskit.export.check.profile.kernels import profiling_session
 from compresskit.measure import count_nonzero, latency
 
@@ -300,3 +300,25 @@ def test_targets_of_several_sizes_are_no_targets_of_all_samples() -> None:
     pairs = [(torch.randn(n, 8), [torch.zeros(n, size), torch.zeros(n)]) for n, size in ((3, 4), (4, 5))]
     with pytest.raises(DataError, match=r"got targets of size \(4,\) and \(5,\) for each sample"):
         seen(pairs)
+
+
+def test_macs_of_no_rows_and_of_dimensions_that_are_not_there_are_refused() -> None:
+    model, x = nn.Linear(8, 4), torch.randn(2, 8)
+    assert ck.count_macs(model, x, dims=(0,)) == 32
+    with pytest.raises(DataError, match=r"count_macs: wanted one row at least, got inputs of shape \[\(0, 8\)\]; leave"):
+        ck.count_macs(model, x[:0])
+    for dims in ((5,), (0, 0), 3):
+        with pytest.raises(SettingError, match=r"count_macs\(dims=...\): wanted for each of 1 inputs the dimension"):
+            ck.count_macs(model, x, dims=dims)
+
+
+def test_parameters_without_a_shape_are_not_counted() -> None:
+    for count in (measure.count_parameters, count_nonzero):
+        with pytest.raises(ModelError, match=f"{count.__name__}: 0.weight has no shape yet; run the model once on an example"):
+            count(nn.Sequential(nn.LazyLinear(4)))
+
+
+def test_a_latency_of_no_number_of_seconds_is_refused() -> None:
+    for seconds in (float("nan"), float("inf")):
+        with pytest.raises(SettingError, match=f"wanted rounds >= 1 and seconds > 0, got 15 and {seconds}"):
+            latency([], image(1), seconds=seconds)

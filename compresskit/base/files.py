@@ -29,19 +29,39 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from compresskit.base.errors import CheckpointError
+from compresskit.base.errors import CheckpointError, SettingError
 
 FORMAT = 1  # of JSON and tensor files; a reader refuses files of a later one
 MAX_JSON = 2**26  # bytes of a JSON file; a larger one is not read
 MAX_HEADER = 2**26  # bytes of the header of a tensor file; a longer one is not read
 BLOCK = 2**22  # bytes that are read at once
 NO_DIGEST = "0" * 64
+RUN_AGAIN = "delete it to start that stage again"  # what to do where a file of a run is damaged
 
 SAFETENSORS_DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
+
+
+def check_is_path(value: Any, where: str, advice: str = "") -> None:
+    """Raise SettingError, which begins with `where`, for what is no path. advice: what to write then."""
+    if not isinstance(value, str | os.PathLike):
+        raise SettingError(f"{where}: wanted a path, got {type(value).__name__}{advice}")
+
+
+def absolute_path(value: str | Path) -> Path:
+    """A path that stays the same wherever data or a forward pass move the working directory.
+
+    Raises CheckpointError where the working directory was deleted.
+    """
+    try:
+        return Path(os.getcwd(), value)
+    except FileNotFoundError:
+        if Path(value).is_absolute():
+            return Path(value)
+        raise CheckpointError(f"{value}: the working directory was deleted; change to another by os.chdir(...)") from None
 
 
 def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], record: Any = None) -> None:
@@ -84,12 +104,13 @@ def _raw_bytes(value: Tensor) -> Any:
     return memoryview(plain.view(torch.uint8).numpy().data) if plain.numel() else b""
 
 
-def read_tensors(path: str | Path, limit: int | None = None) -> tuple[dict[str, Tensor], Any]:
+def read_tensors(path: str | Path, limit: int | None = None, advice: str = RUN_AGAIN) -> tuple[dict[str, Tensor], Any]:
     """Read a file that `write_tensors` wrote, after comparing its digest.
 
     Args:
         path: the file.
-        limit: most bytes that the tensors may take together; None for any number.
+        limit: most bytes that the tensors may take together, as many as those of the model; None for any number.
+        advice: what to do where the file is damaged.
 
     Returns:
         The tensors by name, and the record.
@@ -103,10 +124,10 @@ def read_tensors(path: str | Path, limit: int | None = None) -> tuple[dict[str, 
         tensors = load_file(path)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: not there") from None
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path}: not a whole safetensors file of this library ({error}); delete it to start that stage again"
-        ) from None
+    except OSError as error:  # it may be whole
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error}); look at its rights and its disk") from None
+    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not a whole safetensors file of this library ({error}); {advice}") from None
     return tensors, json.loads(metadata["record"])
 
 
@@ -117,12 +138,15 @@ def _checked_metadata(path: Path, limit: int | None) -> dict[str, str]:
         if size < 8 or length > min(MAX_HEADER, size - 8):
             raise ValueError(f"a header of {length} bytes in a file of {size}")
         if limit is not None and size - 8 - length > limit:
-            raise ValueError(f"it holds {size - 8 - length} bytes, at most {limit} fit the model")
+            raise CheckpointError(
+                f"{path}: it holds {size - 8 - length} bytes, at most {limit} fit the model given: saved from another model, or"
+                " in another dtype; make the model as the saved one was"
+            )
         raw = file.read(length)
         header = json.loads(raw)
         metadata = header["__metadata__"]
         if (version := metadata["format"]) != str(FORMAT):
-            raise ValueError(f"written in format {version}, this compresskit reads {FORMAT}; update compresskit")
+            raise CheckpointError(f"{path}: written in format {version}, this compresskit reads {FORMAT}; update compresskit")
         if (
             not isinstance(metadata["record"], str)
             or raw.count(metadata["sha256"].encode()) != 1
@@ -242,12 +266,13 @@ def _seal(record: Mapping[str, Any], names: Sequence[str]) -> str:
     return hashlib.sha256(json.dumps({name: record[name] for name in names}, sort_keys=True).encode()).hexdigest()
 
 
-def read_json(path: str | Path, what: str) -> dict[str, Any]:
+def read_json(path: str | Path, what: str, advice: str = RUN_AGAIN) -> dict[str, Any]:
     """Read a JSON object that `write_json` wrote, after comparing its digest.
 
     Args:
         path: the file.
         what: what the file holds, for messages.
+        advice: what to do where it is damaged.
 
     Raises:
         CheckpointError: the file is missing, damaged, changed or of a later format.
@@ -259,8 +284,14 @@ def read_json(path: str | Path, what: str) -> dict[str, Any]:
         record = json.loads(path.read_text())
     except FileNotFoundError:
         raise CheckpointError(f"{path}: not there; {what} was expected") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: damaged, {what} was expected ({error}); delete it to start that stage again") from None
+    except NotADirectoryError:
+        raise CheckpointError(f"{path.parent}: a file, wanted a folder with {what}") from None
+    except OSError as error:  # it may be whole
+        raise CheckpointError(
+            f"{path}: cannot be read ({error.strerror or error}), {what} was expected; look at its rights and its disk"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: damaged, {what} was expected ({error}); {advice}") from None
     if not isinstance(record, dict):
         raise CheckpointError(f"{path}: wanted a JSON object with {what}, got {type(record).__name__}")
     if (version := record.get("format", FORMAT)) != FORMAT:
@@ -268,5 +299,5 @@ def read_json(path: str | Path, what: str) -> dict[str, Any]:
     digest = record.pop("sha256", None)
     if digest != _digest(path, record):
         problem = "has no digest" if digest is None else "has changed since it was written"
-        raise CheckpointError(f"{path}: {problem}; {what} was expected. Delete it to start that stage again")
+        raise CheckpointError(f"{path}: {problem}; {what} was expected. {advice.capitalize()}")
     return record

@@ -5,13 +5,15 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import Any, Literal
 
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from compresskit.base.errors import CompressError, DataError, first_line
+from compresskit.base.errors import CompressError, DataError, SettingError, first_line
 from compresskit.base.progress import progress_bar
-from compresskit.base.task import Inputs, Task, batch_size, call, shapes_of
+from compresskit.base.task import Inputs, RowDims, Task, batch_size, call, shapes_of
 
 #: Inputs of one batch, as a caller may pass them.
 AnyInputs = Tensor | Sequence[Any] | Mapping[str, Any]
@@ -71,6 +73,26 @@ def check_has_rows(inputs: Inputs, where: str) -> None:
         raise DataError(f"{where}: wanted one row at least, got inputs of shape {shapes_of(inputs)}; leave empty batches out")
 
 
+def counted_rows(inputs: Inputs, dims: RowDims | None, where: str) -> int:
+    """The rows of inputs, one at least; see `batch_size`.
+
+    Raises SettingError, which begins with `where`, for dimensions that the inputs do not have, DataError where there is no row.
+    """
+    sizes = [value.ndim if isinstance(value, Tensor) else 0 for value in pytree.tree_leaves(inputs)]
+    if dims is not None and not (
+        isinstance(dims, Sequence)
+        and len(dims) == len(sizes)
+        and all(d is None or (isinstance(d, Integral) and -n <= d < n) for d, n in zip(dims, sizes, strict=True))
+    ):
+        raise SettingError(
+            f"{where}(dims=...): wanted for each of {len(sizes)} inputs the dimension that its samples are in, or None, got"
+            f" {dims!r} for inputs of shape {shapes_of(inputs)}"
+        )
+    if (rows := batch_size(inputs, dims)) < 1:
+        raise DataError(f"{where}: wanted one row at least, got inputs of shape {shapes_of(inputs)}; leave empty batches out")
+    return rows
+
+
 def _has_rows(inputs: Inputs) -> bool:
     return next(iter(shapes_of(inputs)), ())[:1] != (0,)
 
@@ -107,7 +129,7 @@ def call_checked(model: Callable[..., Any], inputs: Inputs, where: str) -> Any:
         if isinstance(error, CompressError):
             raise
         forward = model.forward if isinstance(model, nn.Module) else model
-        first = misfit(forward, inputs) or first_line(error)
+        first = misfit(forward, inputs) or first_line(error) + lacks_decoder_inputs(forward, inputs, error)
         raise DataError(f"{where}: the model does not run on inputs of shape {shapes_of(inputs)}: {first}") from error
 
 
@@ -129,6 +151,22 @@ def misfit(forward: Callable[..., Any], inputs: Inputs) -> str:
         names = ", ".join(map(repr, surplus))
         return f"{wanted} ({names} too many); batches must be inputs alone, beside the target of a Task: leave the others out"
     return f"{wanted}; batches must be inputs alone, without labels, such as [(x,) for x, y in loader]"
+
+
+def lacks_decoder_inputs(forward: Callable[..., Any], inputs: Inputs, error: BaseException) -> str:
+    """Say that a function makes the inputs of its decoder of labels, which it did not get; "" where that is not so.
+
+    Encoder-decoders of Hugging Face do, and labels are what a `Task` takes out of a batch.
+    """
+    lacking = {p.name for p in _parameters_of(forward)} - set(inputs if isinstance(inputs, dict) else ())
+    if not isinstance(inputs, dict) or not {"labels", "decoder_input_ids"} <= lacking:
+        return ""
+    if not any(word in str(error) for word in ("input_ids", "inputs_embeds", "NoneType")):
+        return ""
+    return (
+        "; its forward makes decoder_input_ids of labels, which are the target of a batch and no input: put decoder_input_ids"
+        " into the batches, too (model.prepare_decoder_input_ids_from_labels(labels=labels) of Hugging Face)"
+    )
 
 
 def packed_inputs(forward: Callable[..., Any], inputs: Inputs) -> str:

@@ -77,6 +77,40 @@ class Objective(ABC):
         """Remove what `bind` added to the model, such as adapters and hooks."""
 
 
+class Wrapper(Objective):
+    """Base of objectives that add a loss to those of `objective`; what the training loop and a run ask is forwarded to it.
+
+    Subclasses define `__call__`, and `bind`, which binds the inner objective.
+    """
+
+    objective: Objective
+
+    @property
+    def reads_target(self) -> bool:
+        """Whether the inner objective does."""
+        return self.objective.reads_target
+
+    def rehearse(self, model: nn.Module, predictions: Any) -> None:
+        """Let the inner objective raise an error where it cannot train its model."""
+        self.objective.rehearse(model, predictions)
+
+    def advance(self, done: float) -> None:
+        """Pass the fraction of the training that is done to the inner objective."""
+        self.objective.advance(done)
+
+    def resume_state(self) -> Any:
+        """State of the inner objective."""
+        return self.objective.resume_state()
+
+    def resume_from_(self, state: Any) -> None:
+        """Restore the inner objective from `resume_state()`."""
+        self.objective.resume_from_(state)
+
+    def close(self) -> None:
+        """Close the inner objective."""
+        self.objective.close()
+
+
 def bound(value: OfBind | None, objective: Objective) -> OfBind:
     """Return what `bind` gave an objective, such as its task.
 

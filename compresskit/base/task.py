@@ -7,7 +7,7 @@ of keyword arguments, and a *target*; `call(model, inputs)` calls a model with e
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils.data import Dataset
 
 from compresskit.base import distributed
 from compresskit.base.errors import DataError, SettingError
 from compresskit.base.progress import Progress
+from compresskit.base.settings import check_device, check_flag, check_loader
 
 Inputs = tuple[Any, ...] | dict[str, Any]
 Metric = Callable[[Tensor, Any], Any]
@@ -36,6 +36,10 @@ class DirectedMetric(Protocol):
     """A metric that says whether more of it is better, such as those of torchmetrics."""
 
     higher_is_better: bool | None
+
+
+class MetricError(DataError):
+    """The metric of a model is not finite; that of another may be."""
 
 
 @runtime_checkable
@@ -66,18 +70,24 @@ def accuracy(predictions: Tensor, target: Tensor, *, ignore_index: int = IGNORED
     """Return the fraction of predictions whose largest entry is the target, in [0, 1].
 
     Args:
-        predictions: (N, C, ...), scores of C >= 2 classes.
+        predictions: (N, C, ...), scores of C >= 2 classes. One with NaN among them is wrong, whatever its target is.
         target: (N, ...), class indices; those of -100 are not counted.
         ignore_index: another label that is not counted; a `Task` passes that of its loss.
 
     Raises:
-        DataError: the shapes do not match, a label lies outside the classes, or no label is counted.
+        DataError: the shapes do not match, a label is no whole number or lies outside the classes, or no label is counted.
     """
     classes = predictions.shape[1] if predictions.ndim > 1 else 0
     if classes < 2 or target.shape != predictions.shape[:1] + predictions.shape[2:]:
         raise DataError(
             f"accuracy: wanted predictions (N, classes, ...) and integer targets (N, ...), got {tuple(predictions.shape)} and"
             f" {tuple(target.shape)}; pass another metric to Task(metric=...)"
+        )
+    if target.is_floating_point() and not bool((target == target.round()).all()):
+        got = target[target != target.round()].flatten()[0]
+        raise DataError(
+            f"accuracy: wanted class indices as targets, whole numbers, got {got:g} ({target.dtype}); pass another metric to"
+            " Task(metric=...), or make classes of the targets"
         )
     check_labels(target, classes, "validation data", ignore_index)
     counted = (target != IGNORED) & (target != ignore_index)
@@ -86,7 +96,12 @@ def accuracy(predictions: Tensor, target: Tensor, *, ignore_index: int = IGNORED
             f"accuracy: all {target.numel()} labels are ignored ones, {ignore_index}, so that there is nothing to count; look at"
             " the labels of Task(val=...)"
         )
-    return (predictions.argmax(1) == target)[counted].double().mean().item()
+    return (predicted_classes(predictions) == target)[counted].double().mean().item()
+
+
+def predicted_classes(predictions: Tensor) -> Tensor:
+    """Return (N, ...) the class of the largest entry of predictions (N, C, ...); -1 where one is NaN, for argmax the largest."""
+    return predictions.argmax(1).masked_fill(predictions.isnan().any(1), -1)
 
 
 def check_labels(target: Tensor, classes: int, where: str, ignore_index: int = IGNORED) -> None:
@@ -273,6 +288,10 @@ class Task:
         snapshots: for rewinding: fraction of the training -> an empty dict, which the next training fills with its weights at
             that point. A Recipe sets it where a later stage rewinds.
         progress: where trainings write checkpoints, from which they are resumed. A Recipe sets it.
+
+    Raises:
+        SettingError: data that are no loader, or one that can be read once; a setting of the wrong kind; a device that torch
+            does not know.
     """
 
     val: Iterable[Any] | None = None
@@ -290,18 +309,7 @@ class Task:
 
     def __post_init__(self) -> None:
         for name in ("train", "val", "calibration"):
-            loader = getattr(self, name)
-            if loader is None:
-                continue
-            if not isinstance(loader, Iterable):
-                dataset = "; write DataLoader(dataset, batch_size=...)" if isinstance(loader, Dataset) else ""
-                raise SettingError(f"Task({name}=...): wanted a loader of batches, got {type(loader).__name__}{dataset}")
-            if isinstance(loader, Iterator):
-                raise SettingError(
-                    f"Task({name}=...): wanted a loader that can be read many times, got a one-pass"
-                    f" {type(loader).__name__}; pass a DataLoader, or list(...) of it"
-                )
-
+            check_loader(getattr(self, name), f"Task({name}=...)")
         for name in ("loss", "metric"):
             given = getattr(self, name)
             if isinstance(given, type) and not (name == "metric" and isinstance(given, RunningMetric)):
@@ -311,6 +319,24 @@ class Task:
                 "Task(metric=...): wanted a function (predictions, targets) -> number, or an object with update, compute and"
                 f" reset, got {type(self.metric).__name__}"
             )
+        if self.loss is not None and not callable(self.loss):  # None where nothing reads it
+            raise SettingError(
+                "Task(loss=...): wanted a function (predictions, target) -> scalar, such as F.cross_entropy, got"
+                f" {self.loss!r:.60}"
+            )
+        if not callable(self.predict):
+            raise SettingError(
+                f"Task(predict=...): wanted a function of the model's output, got {self.predict!r:.60}; write"
+                " predict=lambda output: ..., or leave it out"
+            )
+        if self.higher_is_better is not None:
+            check_flag(self.higher_is_better, "Task(higher_is_better=...)")
+        if self.target is not None and not isinstance(self.target, str):
+            raise SettingError(
+                f"Task(target=...): wanted the key of the target in batches that are dicts, a text, got {self.target!r:.60};"
+                " the target of other batches is their last entry"
+            )
+        check_device(self.device, "Task(device=...)")
 
     def __repr__(self) -> str:
         """The settings that were given, without the numbers of data and models."""

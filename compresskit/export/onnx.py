@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +21,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import ExportError, SettingError, named_first_line
+from compresskit.base.files import absolute_path
 from compresskit.base.inputs import AnyInputs, as_inputs
 from compresskit.base.progress import progress_bar
 from compresskit.base.task import Inputs
@@ -31,6 +34,7 @@ from compresskit.export.ops.translations import translations
 from compresskit.export.rewrite.dtypes import check_kernels, least_precise_dtype, store_bf16_, transpose_in_fp32_, widen_to_fp32
 from compresskit.export.rows_without_keys import keep_rows_without_keys_
 from compresskit.graph.capture import Dynamic, check_runs, inputs_inside, trace, warn_of_state
+from compresskit.graph.masks import check_removed_are_zero
 from compresskit.graph.normalize import source_line
 from compresskit.graph.quantized import is_quantized, quantized_parts
 from compresskit.graph.rewrites.exportable import drop_constant_outputs_, refuse_weights_of_samples
@@ -74,21 +78,16 @@ def export_onnx(
         metadata: key-value pairs to store in the file, beside the entries of this library; see `read_metadata`.
 
     Returns:
-        The path of the file.
+        The absolute path of the file.
 
-    Raises SettingError for a bad opset or swapped arguments, ModelError where the model cannot be captured, ExportError where an
-    operator has no translation, or no form in the opset, or the file cannot be written.
+    Raises SettingError for a bad opset, metadata that are no texts, or swapped arguments, ModelError where the model cannot be
+    captured or masked weights are not 0, ExportError where an operator has no translation or form, or the file cannot be written.
     """
-    if not isinstance(path, str | Path):
-        raise SettingError(
-            f"export_onnx: wanted a path as the second argument, got {type(path).__name__}; torch.onnx.export takes the example"
-            " first, here it is export_onnx(model, path, example)"
-        )
+    path = _file_to_write(path)
     check_is_module(model, "export_onnx")
-    path, example = Path(path), as_inputs(example)
+    example = as_inputs(example)
     check_opset(opset, "export_onnx")
-    if not path.parent.is_dir():
-        raise ExportError(f"{path}: the folder {path.parent} does not exist")
+    _check_metadata(metadata)
     with progress_bar(total=3, desc="export", unit="step") as bar:
         try:
             if inside:
@@ -107,6 +106,21 @@ def export_onnx(
     return path
 
 
+def _file_to_write(path: Any) -> Path:
+    """The absolute path of a file. Raises SettingError for what is no path, ExportError where no file can have it."""
+    if not isinstance(path, str | Path):
+        raise SettingError(
+            f"export_onnx: wanted a path as the second argument, got {type(path).__name__}; torch.onnx.export takes the example"
+            " first, here it is export_onnx(model, path, example)"
+        )
+    path = absolute_path(path)
+    if not path.parent.is_dir():
+        raise ExportError(f"{path}: the folder {path.parent} does not exist")
+    if os.path.isdir(path):  # not Path.is_dir, which raises for a name that is too long
+        raise ExportError(f"{path}: a folder; wanted the path of a file in it, such as {path / 'model.onnx'}")
+    return path
+
+
 @contextmanager
 def _exporting() -> Iterator[None]:
     """Let one thread at a time export inside the block, without what the packages of the exporter log of their internals."""
@@ -118,13 +132,25 @@ def _exporting() -> Iterator[None]:
 
 def check_opset(opset: Opset | None, where: str) -> None:
     """Raise SettingError, which begins with `where`, for an opset that no file can be written in."""
-    if opset not in (None, "lowest", *OPSETS) or isinstance(opset, bool):
+    if opset not in (None, "lowest") and (not isinstance(opset, Integral) or isinstance(opset, bool) or opset not in OPSETS):
         raise SettingError(f'{where}(opset=...): wanted {OPSETS.start}..{OPSETS.stop - 1}, "lowest" or None, got {opset!r}')
+
+
+def _check_metadata(metadata: Any) -> None:
+    """Raise SettingError for entries that no file can hold."""
+    if metadata is None:
+        return
+    if not isinstance(metadata, Mapping):
+        raise SettingError(f'export_onnx(metadata=...): wanted texts by name, {{"author": "..."}}, got {metadata!r:.60}')
+    for name, value in metadata.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise SettingError(f"export_onnx(metadata={{{name!r:.60}: ...}}): wanted a text, got {value!r:.60}; write str(...)")
 
 
 @_exporting()
 def _file_in_opset(model: nn.Module, example: Inputs, opset: Opset | None, dynamic: Dynamic, metadata: Mapping[str, str]) -> Any:
     """The onnx-ir model in an opset; see `export_onnx`."""
+    check_removed_are_zero(model, "export_onnx")
     # They load onnx_ir, which only exporting needs.
     from compresskit.export.ops.blocks import INDICES
     from compresskit.export.rewrite.compact import compact_
@@ -315,20 +341,44 @@ def _cause(error: BaseException) -> str:
 
 def _name_dimensions(file: Any, dynamic: Dynamic) -> None:
     """Give the dimensions that vary their names, at every input and output: `batch` for the first, `dim_2` for others, or the
-    user's.
+    user's, and `2*dim_2 + 1` for what is computed of them.
     """
     import onnx_ir as ir
 
-    names: dict[Any, str] = {}
-    for value in file.graph.inputs:
-        for d, size in enumerate(value.shape or ()):
-            if isinstance(size, int):
-                continue
-            given = dynamic.get(value.name, {}) if isinstance(dynamic, Mapping) else {}
-            names.setdefault(size, given.get(d, "batch" if d == 0 else f"dim_{d}"))
+    names = _names_of_symbols(file.graph.inputs, dynamic)
+
+    def named(size: Any) -> Any:
+        if isinstance(size, int) or size.value is None:
+            return size
+        if size.value in names:
+            return names[size.value]
+        written = {symbol: name if name.isidentifier() else f"({name})" for symbol, name in names.items()}
+        return re.sub(r"[^\W\d]\w*", lambda word: written.get(word[0], word[0]), size.value)
+
     for value in [*file.graph.inputs, *file.graph.outputs]:
         if value.shape is not None:
-            value.shape = ir.Shape([s if isinstance(s, int) else names.get(s, s) for s in value.shape])
+            value.shape = ir.Shape([named(size) for size in value.shape])
+
+
+def _names_of_symbols(inputs: Sequence[Any], dynamic: Dynamic) -> dict[str, str]:
+    """Symbol of torch for a size of the inputs -> its name in the file: the user's, or a default that no other size has.
+
+    Where `dim_1` is another size's, as in a model of two sequences, the input comes before it, `tgt_dim_1`: ONNX Runtime plans
+    its memory by names, and what has one name and two sizes is written to a place of the other size.
+    """
+    given = dynamic if isinstance(dynamic, Mapping) else {}
+    places = [(value.name, d, size) for value in inputs for d, size in enumerate(value.shape or ())]
+    symbols = [(name, d, size.value) for name, d, size in places if not isinstance(size, int) and size.value is not None]
+    names: dict[str, str] = {}
+    for name, d, symbol in symbols:
+        if d in given.get(name, {}):
+            names.setdefault(symbol, given[name][d])
+    for name, d, symbol in symbols:
+        default = "batch" if d == 0 else f"dim_{d}"
+        while symbol not in names and default in names.values():
+            default = f"{name}_{default}"
+        names.setdefault(symbol, default)
+    return names
 
 
 def _distinct(outputs: list[str], others: list[str]) -> list[str]:

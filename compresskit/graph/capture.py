@@ -25,8 +25,9 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import CompressError, ModelError, SettingError, named_first_line
-from compresskit.base.inputs import AnyInputs, as_inputs, check_has_rows, misfit
+from compresskit.base.inputs import AnyInputs, as_inputs, check_has_rows, lacks_decoder_inputs, misfit
 from compresskit.base.progress import stderr_held
+from compresskit.base.settings import as_python_dims
 from compresskit.base.task import Inputs, batch_size, call, first_rows, shapes_of
 from compresskit.graph.interpreter import run_graph
 from compresskit.graph.layers.packed_sequences import check_cell_states_, check_padded_outputs
@@ -41,6 +42,7 @@ from compresskit.graph.surgery import call_unmoved, check_is_module, get_tensor,
 from compresskit.graph.tracing import first_time, one_thread_traces
 from compresskit.graph.varying.conditions import warn_of_conditions
 from compresskit.graph.varying.constant_sizes import constant_dimensions
+from compresskit.graph.varying.named_dimensions import check_dimensions, check_names
 from compresskit.graph.varying.other_traces import traced_after_other_sizes, traced_by_code
 
 #: The dynamic dimensions of the inputs: numbers that hold for every tensor, `(0, 2, 3)`; names for the dimensions of each input,
@@ -57,7 +59,7 @@ class Captured:
         prefix: dotted path of the captured submodule in the user's model, "" for the whole model.
         example: the inputs that it was captured with; two rows of each where the batch is dynamic.
         inputs: a name for each tensor input, in the order of the placeholders.
-        dynamic: the dynamic dimensions of the inputs, as given to `capture`.
+        dynamic: the dynamic dimensions of the inputs that were given to `capture`.
         varying: the dynamic dimensions of each tensor input, in order.
         shapes: concrete shape of every tensor-valued node for `example`.
         renamed: first part of a name in the graph -> in the model, for names that a graph module has for itself.
@@ -116,7 +118,7 @@ def capture(model: nn.Module, example: AnyInputs, *, inside: str | None = None, 
         prefix=prefix,
         example=example,
         inputs=names,
-        dynamic=dynamic,
+        dynamic=as_python_dims(dynamic),
         varying=tuple(_varying(model, example, dynamic).values()),
         shapes=shapes,
         renamed={there: here for here, there in reserved_names(model).items()},
@@ -172,7 +174,7 @@ def check_runs(model: nn.Module, example: Inputs) -> list[str]:
         dtypes = "" if why else _other_dtypes(example)
         raise ModelError(
             f"{type(model).__name__} does not run on the example (inputs of shape {shapes_of(example)}{dtypes}):"
-            f" {why or named_first_line(error)}"
+            f" {why or named_first_line(error) + lacks_decoder_inputs(model.forward, example, error)}"
         ) from error
 
 
@@ -317,12 +319,9 @@ def _varying(model: nn.Module, example: Inputs, dynamic: Dynamic) -> dict[str, t
         varying = {name: tuple(int(d) for d in dynamic if d < value.ndim) for name, value in tensors.items()}
         if lost := [d for d in dynamic if d and not any(d in dims for dims in varying.values())]:
             raise SettingError(f"dynamic={tuple(dynamic)}: no input has a dimension {lost[0]}, got {shapes_of(example)}")
-    for name, dims in varying.items():
-        for d in dims:
-            if not 0 <= d < tensors[name].ndim:
-                raise SettingError(f"dynamic: input {name!r} has dimensions 0..{tensors[name].ndim - 1}, got {d}")
-            if d and tensors[name].shape[d] < 2:
-                raise SettingError(f"dynamic: dimension {d} of input {name!r} is 1 in the example; show it with two or more")
+    check_dimensions(varying, tensors)
+    if isinstance(dynamic, Mapping):
+        check_names(dynamic, tensors)
     return varying
 
 
@@ -340,7 +339,7 @@ def _has_dynamic_batch(dynamic: Dynamic) -> bool:
 def input_names(model: nn.Module, example: Inputs) -> list[str]:
     """Return a name for each leaf of the inputs: the parameter of `forward`, and its position where it is nested."""
     parameters = list(inspect.signature(model.forward).parameters.values())
-    named = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "input")
 
     def one(path: tuple[Any, ...]) -> str:

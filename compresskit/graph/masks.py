@@ -9,7 +9,7 @@ masks_of(model)                           # the attached masks; `detach_masks_` 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -73,7 +73,8 @@ class Masks:
     def apply_(self, model: nn.Module) -> nn.Module:
         """Set the removed weights to zero, attach the masks to the model in place of any it has, and return the model.
 
-        `fit_` and every stage keep them in force; in a training loop of your own, `enforce_masks_(model, optimizer)` does.
+        `fit_` and every stage keep them in force; in a training loop of your own, `enforce_masks_(model, optimizer)` does, with
+        all optimizers where several train the model.
 
         Raises:
             ModelError: a tensor is missing or has another shape; the model is not changed.
@@ -175,6 +176,23 @@ def masks_of(model: nn.Module) -> Masks | None:
     return Masks(masks) if masks else None
 
 
+def check_removed_are_zero(model: nn.Module, where: str) -> None:
+    """Raise ModelError, which begins with `where`, for a model in which weights that its masks remove are not zero.
+
+    Training sets them to zero again. What makes files calls this: one that is meant to be sparse would be dense.
+    """
+    masks = masks_of(model)
+    broken = {} if masks is None else masks.violations(model)
+    if broken:
+        name, count = next(iter(broken.items()))
+        tensors = f" ({sum(broken.values())} weights of {len(broken)} tensors in all)" if len(broken) > 1 else ""
+        raise ModelError(
+            f"{where}: {count} weights of {name} that its mask removes are not zero{tensors}, as after load_state_dict of a model"
+            " before its pruning, or steps without enforce_masks_; load the pruned weights, set them to zero again with"
+            " ck.prune.masks_of(model).zero_(model), or keep them with ck.prune.detach_masks_(model)"
+        )
+
+
 def attach_masks_(model: nn.Module, masks: Masks) -> None:
     """Attach masks to a model, in place of those it has; its weights are not changed.
 
@@ -231,15 +249,21 @@ def map_mask_(module: nn.Module, name: str, change: Callable[[Tensor], Tensor]) 
 
 
 class RunWithMasters(Protocol):
-    """What `enforce_masks_` needs of a `mixed.Run`: the tensors that the optimizer updates, and hooks after each update."""
+    """What `enforce_masks_` needs of a `mixed.Run`: its model, what the optimizer updates, and hooks after each update."""
 
     after_update: list[Callable[[], None]]
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, which may be wrapped."""
 
     def named_masters(self) -> dict[str, Tensor]:
         """Return the tensors that the optimizer updates, by parameter name."""
 
 
-def enforce_masks_(model: nn.Module, run: RunWithMasters | torch.optim.Optimizer) -> Callable[[], None]:
+def enforce_masks_(
+    model: nn.Module, run: RunWithMasters | torch.optim.Optimizer, *others: RunWithMasters | torch.optim.Optimizer
+) -> Callable[[], None]:
     """Keep the masks attached to a model in force while it is trained.
 
     Removed weights get no gradient, so that the norm of the gradients does not include them. After every optimizer step they are
@@ -249,12 +273,14 @@ def enforce_masks_(model: nn.Module, run: RunWithMasters | torch.optim.Optimizer
     Args:
         model: the model that is trained; nothing is done if it has no masks.
         run: a `mixed.Run` of the model, or the plain optimizer that updates its parameters.
+        others: the other runs or optimizers, where several train the model, such as Muon the matrices and AdamW the rest.
 
     Returns:
         A function that ends this; call it after the last step.
 
     Raises:
-        ModelError: the optimizer does not update a masked parameter, or updates masters in its place.
+        ModelError: none of the optimizers updates a masked parameter, or they update masters in its place, or a run is of
+            another model.
     """
     masks = masks_of(model)
     if masks is None:
@@ -262,16 +288,16 @@ def enforce_masks_(model: nn.Module, run: RunWithMasters | torch.optim.Optimizer
     masks.check(model)
     parameters = dict(model.named_parameters())
     enforced = {name: mask for name, mask in masks.masks.items() if name in parameters}
-    if isinstance(run, torch.optim.Optimizer):
-        _check_updates(run, {name: parameters[name] for name in enforced})
+    _check_updates((run, *others), {name: parameters[name] for name in enforced})
     handles = [
         p.register_hook(partial(_masked_gradient, mask)) for n, mask in enforced.items() if (p := parameters[n]).requires_grad
     ]
 
-    stop = _after_steps(run, parameters, enforced)
+    stops = [_after_steps(each, parameters, enforced) for each in (run, *others)]
 
     def release() -> None:
-        stop()
+        for stop in stops:
+            stop()
         for handle in handles:
             handle.remove()
 
@@ -295,12 +321,28 @@ def _after_steps(
     return partial(run.after_update.remove, apply_masks)
 
 
-def _check_updates(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> None:
-    updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if others := [name for name, p in parameters.items() if p.requires_grad and id(p) not in updated]:
+def _check_updates(runs: Sequence[RunWithMasters | torch.optim.Optimizer], parameters: Mapping[str, Tensor]) -> None:
+    """Refuse runs of other models, and optimizers that together lack a parameter that requires a gradient."""
+    optimizers = [run for run in runs if isinstance(run, torch.optim.Optimizer)]
+    updated = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    for run in runs:
+        if isinstance(run, torch.optim.Optimizer):
+            continue
+        here = {id(p): name for name, p in run.model.named_parameters()}
+        for name, p in parameters.items():
+            known = here.get(id(p), "")
+            if name not in (known, known.replace("_orig_mod.", "").removeprefix("module.")):  # of torch.compile and DDP
+                raise ModelError(
+                    f"enforce_masks_: {name} has a mask and is {known or 'not'} in the model of the Run; give the model that was"
+                    " prepared, and where each part has a Run of its own, call enforce_masks_(part, its Run) for each"
+                )
+        updated |= here.keys()
+    if missing := [name for name, p in parameters.items() if p.requires_grad and id(p) not in updated]:
+        kinds = " and the ".join(type(optimizer).__name__ for optimizer in optimizers)
         raise ModelError(
-            f"enforce_masks_: the {type(optimizer).__name__} does not update {others[0]}; pass the one that does, or the Run of"
-            " ck.mixed.prepare(...) where the model is trained in mixed precision"
+            f"enforce_masks_: the {kinds} {'do' if len(optimizers) > 1 else 'does'} not update {missing[0]}; pass the one that"
+            " does, or the Run of ck.mixed.prepare(...) where the model is trained in mixed precision; where several optimizers"
+            " train it, pass all of them: enforce_masks_(model, a, b)"
         )
 
 

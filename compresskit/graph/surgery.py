@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.prune import BasePruningMethod
 from torch.utils import _pytree as pytree
 
@@ -56,6 +57,12 @@ def check_is_module(model: Any, where: str) -> None:
         raise ModelError(
             f"{where}: wanted a torch.nn.Module as the model, got {type(model).__name__}; put a function into the forward of one"
         )
+
+
+def check_not_lazy(model: nn.Module, where: str) -> None:
+    """Raise ModelError, which begins with `where`, for a lazy parameter, whose shape no data have told yet."""
+    if name := next((name for name, p in model.named_parameters() if is_lazy(p)), ""):
+        raise ModelError(f"{where}: {name} has no shape yet; run the model once on an example, which lazy layers take sizes from")
 
 
 def free_name(model: nn.Module, name: str) -> str:
@@ -446,8 +453,7 @@ def restructure_(model: nn.Module, record: dict[str, Any]) -> None:
     here = structure(model)
     if missing := sorted(set(here["modules"]) ^ set(record["modules"])):
         raise CheckpointError(
-            f"the record was made of another model: module {missing[0]!r} is only in one of the two"
-            f" ({type(model).__name__} here); build the model that the run started from"
+            f"the record was made of another model: module {missing[0]!r} is only in one of the two ({type(model).__name__} here)"
         )
     if missing := sorted(set(here["tensors"]) ^ set(record["tensors"])):
         raise CheckpointError(f"the record was made of another model: tensor {missing[0]!r} is only in one of the two")

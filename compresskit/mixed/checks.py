@@ -52,9 +52,13 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer, policy: Poli
         raise SettingError("prepare: the optimizer holds parameters that are not the model's; make it from model.parameters()")
     moved = optimized | trained_by_others(optimizer).keys()
     if missing := [name for name, p in model.named_parameters() if p.requires_grad and p not in moved]:
+        if policy.param_dtype is None:
+            own = "prepare their own optimizer too"
+        else:  # `check_not_in_run` refuses a second run of this model
+            own = "prepare separate parts of the model in its place, each with its own optimizer"
         warnings.warn(
             f"prepare: the optimizer does not have {missing[0]} ({len(missing)} parameters in all) that require gradients: "
-            "they will not move; freeze them, hand them over with run.add_group, or prepare their own optimizer too",
+            f"they will not move; freeze them, hand them over with run.add_group, or {own}",
             stacklevel=3,
         )
 

@@ -425,7 +425,7 @@ class Run:
             CheckpointError: between `backward` and `step`.
         """
         weights = self._weights
-        if any(p.grad is not None for p in weights.gradients.parameters()) or self._backward_passes:
+        if weights.gradients.waiting or self._backward_passes:
             raise CheckpointError("state_dict: gradients wait for their step and would be lost; call it after step()")
         self._adopt_writes(compare=True)
         keep: Callable[[Tensor], Tensor] = (lambda value: value.detach().clone()) if copy else Tensor.detach

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,17 @@ from torch import Tensor
 from compresskit.base.errors import SettingError
 
 Allocation = Callable[[Mapping[str, Tensor], float], dict[str, float]]
+
+
+def check_allocation(allocation: Any, where: str) -> None:
+    """Raise `SettingError`, which begins with `where`, for what is no function, no ratios by name and not None."""
+    if allocation is None or isinstance(allocation, Mapping) or (callable(allocation) and not isinstance(allocation, type)):
+        return
+    named = f"{str(allocation).removesuffix('_ratios')}_ratios"
+    known = named if named in (uniform_ratios.__name__, erk_ratios.__name__, lamp_ratios.__name__) else erk_ratios.__name__
+    raise SettingError(
+        f"{where}(allocation=...): wanted a function such as prune.allocations.{known}, or {{name: ratio}}, got {allocation!r}"
+    )
 
 
 def uniform_ratios(weights: Mapping[str, Tensor], ratio: float) -> dict[str, float]:

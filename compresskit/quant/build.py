@@ -72,8 +72,8 @@ def build_quantized(
         merges: see `prepare_graph`.
         prepared: the graph that `prepare_graph` made of the same model with the same settings, which is copied instead of
             capturing the model once more; without `trainable`.
-        separate: names what one scale for joined values would destroy, by a placement, and is asked again after each change of
-            that; it stays float, too (`measured_placement.joined_values`). None leaves it to `floating`.
+        separate: names what stays float, too, by the ranges of values in a placement, and is asked again after each change of
+            that (`measured_placement.by_ranges`). None leaves it to `floating`.
         share: makes one group of more values of the last placement (`measured_placement.repeated_calls`). None leaves them.
 
     Raises ModelError where nothing of the model runs in integers on the target or, with `strict`, a layer or an operator could

@@ -11,7 +11,7 @@ from torch import nn
 
 from compresskit.base.errors import SettingError
 from compresskit.base.inputs import Batches, calibration_inputs
-from compresskit.base.settings import check_field_types
+from compresskit.base.settings import check_field_types, refuse_unknown_settings
 from compresskit.base.stage import Stage
 from compresskit.base.task import Inputs, Task
 from compresskit.graph.capture import Captured
@@ -31,7 +31,8 @@ from compresskit.quant.effort.samples import OutputError, batch_varies, halves, 
 from compresskit.quant.effort.trials import Build
 from compresskit.quant.effort.unseen_sizes import SeenSizes
 from compresskit.quant.measured_placement.beside_float import beside_float, measures
-from compresskit.quant.measured_placement.joined_values import scales_apart, shown_batches
+from compresskit.quant.measured_placement.by_ranges import float_by_ranges
+from compresskit.quant.measured_placement.joined_values import shown_batches
 from compresskit.quant.measured_placement.latency_search import measured_choice
 from compresskit.quant.measured_placement.repeated_calls import SharedScales
 from compresskit.quant.model import Quantized
@@ -152,6 +153,7 @@ def quantize_static(
     Raises DataError where there is no batch; ModelError where the model cannot be captured, is quantized already, or has
     nothing that runs in integers; SettingError for settings that do not fit.
     """
+    refuse_unknown_settings(StaticSettings, (), options, {}, "quantize_static")
     settings = StaticSettings(inside=inside, **options)
     settings.check("quantize_static")
     return _quantize(model, batches, settings, "quantize_static")
@@ -172,7 +174,7 @@ def builder(
     """
     choice = measured_choice(module, example, settings)
     shown = shown or (lambda: [example])
-    separate, share = scales_apart(shown, settings), SharedScales(shown)
+    separate, share = float_by_ranges(shown, settings), SharedScales(shown)
 
     @functools.cache
     def prepared(named: tuple[str, ...]) -> tuple[Captured, Origin]:

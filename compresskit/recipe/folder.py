@@ -33,6 +33,7 @@ from compresskit.recipe.locks import lock_open_file
 from compresskit.train.snapshots import SNAPSHOTS
 
 ROW, PROGRESS, LOCK = "row.json", "progress", ".lock"
+START = "0-start"  # the stage that measures the incoming model
 READ_ONLY = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})  # errors of a place that may only be read
 
 

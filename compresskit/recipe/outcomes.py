@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compresskit.base.task import RunningMetric, Task, accuracy
+from compresskit.base.task import RunningMetric, Task, accuracy, predicted_classes
 from compresskit.measure import Evaluation, each_output
 
 log = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class OutcomesOf:
         predictions, target = found
         samples, digest = len(target), hashlib.sha256(target.contiguous().numpy().tobytes()).hexdigest()[:16]
         if task.metric is accuracy and predictions.ndim == 2 and target.ndim == 1 and bool((target >= 0).all()):
-            bits = "".join("1" if right else "0" for right in (predictions.argmax(1) == target).tolist())
+            bits = "".join("1" if right else "0" for right in (predicted_classes(predictions) == target).tolist())
             return Outcomes(metric=metric, correct=f"{int(bits, 2):0{-(-len(bits) // 4)}x}", samples=samples, targets=digest)
         resampled = _resample(task, predictions, target, metric)
         return Outcomes(metric=metric, samples=samples if resampled else 0, resampled=resampled, targets=digest)

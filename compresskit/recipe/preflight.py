@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Sized
+from dataclasses import replace
 from functools import partial
 from inspect import Parameter, signature
-from itertools import takewhile
+from itertools import islice, takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
@@ -18,13 +19,15 @@ from torch.utils.data import DataLoader
 
 from compresskit.base.distributed import world_size
 from compresskit.base.errors import CompressError, DataError, ModelError, first_line
+from compresskit.base.inputs import check_has_rows
 from compresskit.base.objective import Objective
+from compresskit.base.randomness import generators_kept
 from compresskit.base.stage import Stage
 from compresskit.base.task import IGNORED, Inputs, RunningMetric, Task, batch_size, call, first_rows, shapes_of
 from compresskit.export.onnx import export_onnx
 from compresskit.export.rewrite.dtypes import least_precise_dtype
-from compresskit.graph.capture import Dynamic, capture, check_runs
-from compresskit.graph.quantized import is_quantized
+from compresskit.graph.capture import Dynamic, capture, check_runs, input_names
+from compresskit.graph.quantized import is_quantized, quantized_parts
 from compresskit.graph.surgery import copy_model, mode, no_attention_fastpath, state_kept
 from compresskit.measure import checked_score, evaluate, few_rows, has_two_readings, input_row_dims, metric_value
 from compresskit.metrics import OutputAgreement
@@ -32,6 +35,7 @@ from compresskit.mixed.formats.parallel import is_sharded
 from compresskit.mixed.formats.policy import BATCH_NORMS
 from compresskit.prune import Prune, Sparsify
 from compresskit.prune.criteria import UNLABELLED_EVIDENCE, needs_of
+from compresskit.quant import QAT, Repair, StaticQuant
 from compresskit.recipe.baselines import trainings_in
 from compresskit.train.modes import given_modes
 from compresskit.train.objective import check_losses_are_fixed, supervised_loss
@@ -39,6 +43,12 @@ from compresskit.train.train import Train, refuse_optimizer_with_closure
 
 #: Stages after which a model still has the BatchNorm layers that it had before.
 OF_THE_SAME_LAYERS = (Train, Prune, Sparsify)
+#: Stages that capture their model on the first batch of the calibration data.
+CALIBRATED = (StaticQuant, QAT, Repair)
+COMPARED_BATCHES = 12  # of a validation loader, whose sizes are compared before a run; of a list, all
+
+#: Name of an input -> its shape, of one batch.
+Shapes = dict[str, tuple[int, ...]]
 
 
 def preflight_check(
@@ -54,8 +64,9 @@ def preflight_check(
     The model is not changed. Raises ModelError where the model does not run or cannot be captured, SettingError where a training
     has no data, DataError where the loss or the metric does not fit the data, where a loss reads targets that the data have not,
     where lists of targets can be read in two ways, where a loader is empty, where a training counts epochs of data without a
-    length, or where its last batch is one row, of which BatchNorm has no statistics, ExportError where ONNX Runtime cannot run
-    the model's dtype, and what objectives raise that cannot train models with its predictions.
+    length, where its last batch is one row, of which BatchNorm has no statistics, where validation or calibration batches have
+    sizes that a file will not take, or the calibration data no rows or values that are not finite, ExportError where ONNX Runtime
+    cannot run the model's dtype, and what objectives raise that cannot train models with its predictions.
 
     own: the tasks of stages that have one of their own, by the stage's index. dynamic: dimensions that may vary in the files.
     """
@@ -91,11 +102,97 @@ def preflight_check(
         for i, stage in enumerate(stages):
             stage.rehearse(probe, own.get(i, task))
         _rehearse_objectives(probe, task, stages, own)
+    _check_sizes(model, task, stages, own, dynamic)
     if not is_quantized(model):
         example = task.example()
         graph = capture(model, few_rows(model, example, 2, input_row_dims(model, example, dynamic)), dynamic=dynamic).module
         if all(map(_keeps_classes, stages)) and _has_rare_dtype(graph, model):
             _try_file(model, example, dynamic)
+
+
+def _check_sizes(model: nn.Module, task: Task, stages: Sequence[Stage], own: Mapping[int, Task], dynamic: Dynamic) -> None:
+    """Raise DataError where batches have sizes that a file of the run, or a quantized model, will not take; nothing is trained.
+
+    The first step always writes a file. What a stage quantizes is captured on its calibration data or on the first validation
+    batch, takes the sizes of that and those that the stage lets vary, and is measured on the validation data.
+    """
+    shapes = _validation_shapes(model, task)
+    starts_float = not stages or stages[0].starts_from_trained or (_is_own(stages[0]) and "float" in stages[0].keeps)
+    if starts_float and not quantized_parts(model):
+        _check_same_sizes("validation data", shapes[0], shapes, dynamic, "dynamic={}")
+    for i, stage in enumerate(stages):
+        where, settings, data = f"stage {i + 1}, {type(stage).__name__}", vars(stage), own.get(i, task)
+        first, of = shapes[0], "validation data"
+        if isinstance(stage, CALIBRATED):
+            of = "training data" if data.calibration is None else "calibration data"
+            first = _input_shapes(model, _check_calibration(model, data, f"{where}: the first batch of the {of}"))
+        if _is_own(stage) and "float" not in stage.keeps and "dynamic" in settings and not settings.get("inside"):
+            _check_same_sizes(f"{where}: {of}", first, shapes, settings["dynamic"], f"{type(stage).__name__}(dynamic={{}})")
+
+
+def _is_own(stage: Stage) -> bool:
+    """Whether a stage is one of this library, or trains as `Train` does: what it says of itself is known."""
+    return isinstance(stage, Train) or type(stage).__module__.startswith("compresskit.")
+
+
+def _validation_shapes(model: nn.Module, task: Task) -> list[Shapes]:
+    """Of the first validation batches, of which the first is the example."""
+    here = replace(task, device="cpu")
+    count = None if isinstance(task.val, list | tuple) else COMPARED_BATCHES
+    with generators_kept():
+        return [_input_shapes(model, here.inputs(batch)) for batch in islice(task.batches("val"), count)]
+
+
+def _input_shapes(model: nn.Module, inputs: Inputs) -> Shapes:
+    leaves = zip(input_names(model, inputs), pytree.tree_leaves(inputs), strict=True)
+    return {name: tuple(value.shape) for name, value in leaves if isinstance(value, Tensor)}
+
+
+def _check_calibration(model: nn.Module, task: Task, where: str) -> Inputs:
+    """The first calibration batch; DataError, which begins with `where`, where it has no rows, or its values make none finite."""
+    inputs = task.inputs(next(iter(task.batches("calibration"))))
+    check_has_rows(inputs, where)
+    numbers = zip(input_names(model, inputs), pytree.tree_leaves(inputs), strict=True)
+    bad = [name for name, v in numbers if isinstance(v, Tensor) and v.is_floating_point() and not bool(v.isfinite().all())]
+    if not bad:
+        return inputs
+    probe = copy_model(model).to(task.device)
+    with torch.no_grad(), mode(probe, training=False):
+        outputs = pytree.tree_leaves(call(probe, inputs))
+    # A model may replace what is missing, and take a mask of -inf.
+    if not all(bool(v.isfinite().all()) for v in outputs if isinstance(v, Tensor)):
+        raise DataError(f"{where}: values of {bad[0]} are nan or infinite, and so are outputs of the model; clean the data")
+    return inputs
+
+
+def _check_same_sizes(what: str, first: Shapes, batches: Sequence[Shapes], dynamic: Dynamic, setting: str) -> None:
+    """Raise DataError where a batch has other sizes than the first in dimensions that may not vary.
+
+    what: has the first batch. dynamic: the dimensions that may. setting: how they are given, with {} for the dimensions.
+    """
+    named = dynamic if isinstance(dynamic, Mapping) else None
+    found: dict[str, set[int]] = {}
+    example = ""
+    for number, batch in enumerate(batches, 1):
+        for name, shape in batch.items():
+            if any(0 in each[:1] for each in batch.values()):  # a batch without rows, of which nothing is measured
+                break
+            free = dynamic if named is None else named.get(name, ())
+            other = first.get(name, shape)
+            if len(other) == len(shape) and (dims := {d for d in range(len(shape)) if shape[d] != other[d]} - {*free}):
+                found.setdefault(name, set()).update(dims)
+                example = example or f"{name} is {other} in the first batch, and {shape} in batch {number} of the validation data"
+    if not found:
+        return
+    if named is None:
+        remedy = f"write {setting.format(tuple(sorted({*dynamic}.union(*found.values()))))}"
+    else:
+        lacking = " and ".join(f"{', '.join(map(str, sorted(dims)))} of {name}" for name, dims in found.items())
+        remedy = f"name the dimensions {lacking} in {setting.format('...')}"
+    raise DataError(
+        f"{what}: {example}; a file takes one size of each dimension that is not named as one that varies: {remedy}, or give"
+        " batches of one size"
+    )
 
 
 def _keeps_classes(stage: Stage) -> bool:

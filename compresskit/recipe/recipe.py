@@ -22,9 +22,10 @@ from torch import nn
 from compresskit.base import distributed
 from compresskit.base.errors import ExportError, ModelError, SettingError, StageOrderError
 from compresskit.base.files import FORMAT, read_json
-from compresskit.base.fingerprint import describe
+from compresskit.base.fingerprint import describe, describe_task
 from compresskit.base.progress import Every, stoppable
 from compresskit.base.randomness import seed_generators_
+from compresskit.base.settings import as_python_dims
 from compresskit.base.stage import PROPERTIES, Stage
 from compresskit.base.task import Task, check_is_task
 from compresskit.export.onnx import Opset, check_opset
@@ -39,12 +40,11 @@ from compresskit.recipe.dependencies import (
     StageKey,
     describe_model,
     describe_stages,
-    describe_task,
     shows_training,
     versions,
 )
 from compresskit.recipe.engine import RunSettings, report_baselines, run_steps
-from compresskit.recipe.folder import ROW, RunPlan, RunStep, folder_of_run, locked, plan_run, start_of_run
+from compresskit.recipe.folder import ROW, START, RunPlan, RunStep, folder_of_run, locked, plan_run, start_of_run
 from compresskit.recipe.half_precision import HALF_DTYPES, half_precision_row
 from compresskit.recipe.preflight import check_labelled, preflight_check
 from compresskit.recipe.report import StageReport, remarks, table
@@ -267,7 +267,7 @@ class Recipe:
             raise SettingError(f"Recipe(baselines=...): wanted True or False, got {baselines!r}")
         check_opset(opset, "Recipe")
         self.stages, self.seed, self.export, self.save = stages, seed, export, save
-        self.dynamic, self.opset = dynamic, opset
+        self.dynamic, self.opset = as_python_dims(dynamic), opset
         self.metadata, self.baselines = metadata, baselines
         self.on_step = as_callbacks(on_step, "Recipe(on_step=...)")
         self.on_epoch = as_callbacks(on_epoch, "Recipe(on_epoch=...)")
@@ -345,7 +345,7 @@ class Recipe:
             rows.append(replace(row, stage=f"{name}, alone"))
         trained = made if self._reports_start else {stage: model for stage, model in made.items() if stage >= 0}
         if (last := last_dense_float(trained)) is not None:
-            before = f"{last + 1}-{type(self.stages[last]).__name__.lower()}" if last >= 0 else "0-start"
+            before = f"{last + 1}-{type(self.stages[last]).__name__.lower()}" if last >= 0 else START
             key = read_json(out / before / ROW, "the row of a finished stage")["key"]
             for dtype in HALF_DTYPES:
                 folder = out / "baselines" / f"{before}-{dtype}"
@@ -406,7 +406,7 @@ class Recipe:
         steps = []
         if self._reports_start:  # the row that all others are compared with
             key, unknown = keys[0]
-            steps.append(RunStep(name="0-start", key=f"{key}-start", stage=None, export=True, unknown=unknown))
+            steps.append(RunStep(name=START, key=f"{key}-start", stage=None, export=True, unknown=unknown))
         for i, (stage, (key, unknown)) in enumerate(zip(self.stages, keys, strict=True)):
             steps.append(
                 RunStep(

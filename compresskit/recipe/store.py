@@ -17,9 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from compresskit.base.errors import CheckpointError, ModelError, is_out_of_memory
-from compresskit.base.files import FORMAT, SAFETENSORS_DTYPES, read_json, read_tensors, write_json, write_tensors
+from compresskit.base.files import (
+    FORMAT,
+    SAFETENSORS_DTYPES,
+    absolute_path,
+    check_is_path,
+    read_json,
+    read_tensors,
+    write_json,
+    write_tensors,
+)
 from compresskit.graph.masks import MASK_PREFIX, Masks, attach_masks_, detach_masks_, masks_of
-from compresskit.graph.surgery import copy_model, owner, restructure_, set_tensor_, structure
+from compresskit.graph.surgery import check_is_module, check_not_lazy, copy_model, owner, restructure_, set_tensor_, structure
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.quantizers import Quantizer
 from compresskit.quant.serialize import rebuild
@@ -28,22 +37,26 @@ from compresskit.train.loop import MISMATCH_ERRORS
 from compresskit.train.snapshots import SNAPSHOTS, Snapshots
 
 MODEL, STRUCTURE, MASKS, TABLES_FILE = "model.safetensors", "structure.json", "masks.safetensors", "tables.safetensors"
+SAVE_AGAIN = "save the model again, or take the files of a copy"  # what to do where they are damaged
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
 
 
 def save(model: nn.Module, folder: str | Path) -> None:
     """Write a float, pruned or quantized model into a folder, which is made where it is missing. The model is not changed.
 
-    Raises CheckpointError where the folder cannot be written, or for a tensor whose dtype cannot be stored, and ModelError for a
-    mask whose shape is not that of its tensor.
+    Raises CheckpointError where the folder cannot be written, or for a tensor whose dtype cannot be stored; ModelError for what
+    is no module, a tensor without values, and a mask whose shape is not that of its tensor; SettingError for what is no path.
     """
-    folder = Path(folder)
+    check_is_path(folder, "save(folder=...)", "; write save(model, folder)")
+    folder = absolute_path(folder)
+    check_is_module(model, "save")
     quantized = {name: part for name, part in model.named_modules() if isinstance(part, Quantized)}
     converted = {name: part.converted() for name, part in quantized.items()}
     if any(converted[name] is not part for name, part in quantized.items()):  # one is still in training: a copy is written
         model = converted[""] if "" in converted else _with_parts(model, converted)
     if (masks := masks_of(model)) is not None:
         masks.check(model)
+    _check_has_values(model)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -66,6 +79,17 @@ def save(model: nn.Module, folder: str | Path) -> None:
     write_json(folder / STRUCTURE, record)
 
 
+def _check_has_values(model: nn.Module) -> None:
+    """Raise ModelError for a tensor that has no values, CheckpointError for what a state dict holds and no file can."""
+    check_not_lazy(model, "save")
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor) or value.dtype not in SAFETENSORS_DTYPES or value.layout is not torch.strided:
+            kind = f"tensors of {value.dtype}, {value.layout}," if isinstance(value, Tensor) else f"{type(value).__name__} values"
+            raise CheckpointError(f"save: {name}: {kind} cannot be stored; take it out of the state dict, or change its dtype")
+        if value.is_meta:
+            raise ModelError(f"save: {name} is on the device 'meta', where it has no values; load the weights first")
+
+
 def _with_parts(model: nn.Module, parts: dict[str, Quantized]) -> nn.Module:
     copied = copy_model(model)
     for name, part in parts.items():
@@ -86,23 +110,31 @@ def load(model: nn.Module, folder: str | Path) -> nn.Module:
         `persistent=False` those are restored that have the saved shape and dtype in the model given: a run may have made the
         others, as long as its inputs were, and makes them again.
 
-    Raises CheckpointError where a file is missing or damaged, or of another model; ModelError for a model on the device "meta"
-    with a tensor that no file holds.
+    Raises CheckpointError where a file is missing or damaged, or of another model; ModelError for what is no module, and for a
+    model on the device "meta" with a tensor that no file holds; SettingError for what is no path.
     """
-    folder = Path(folder)
-    saved = read_json(folder / STRUCTURE, "a model's structure")
-    tables = read_tensors(folder / TABLES_FILE)[0] if saved.get("tables") else {}  # files of earlier versions have none
+    check_is_path(folder, "load(folder=...)", "; write load(model, folder)")
+    folder = absolute_path(folder)
+    check_is_module(model, "load")
+    check_not_lazy(model, "load")
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder}: wanted the folder that save() wrote, got a file")
+    saved = read_json(folder / STRUCTURE, "a model's structure", SAVE_AGAIN)
+    # Files of earlier versions have no tables.
+    tables = read_tensors(folder / TABLES_FILE, advice=SAVE_AGAIN)[0] if saved.get("tables") else {}
     model = copy_model(model)
     _off_meta_(model, tables)
     detach_masks_(model)  # its masks were for other weights
     if saved.get("kind") in ("parts", "quantized"):
         # Read before the model is built again, which takes long.
-        tensors, _ = read_tensors(folder / MODEL, _most_bytes(model))
+        tensors, _ = read_tensors(folder / MODEL, _most_bytes(model), SAVE_AGAIN)
         loaded = _rebuilt(model, saved, folder / STRUCTURE)
     else:
-        replaced = isinstance(saved.get("structure"), dict) and "replaced" in saved["structure"]
-        tensors, _ = read_tensors(folder / MODEL, _most_bytes(model) if replaced else bytes_of(model))
-        loaded = _resized_(model, saved.get("structure"), tensors, folder)
+        # Names and shapes are compared first: that says what differs, where the number of bytes does not.
+        loaded = _resized_(model, saved.get("structure"), folder / STRUCTURE)
+        tensors, _ = read_tensors(folder / MODEL, bytes_of(loaded), SAVE_AGAIN)
+        if wrong := [k for k, v in tensors.items() if list(v.shape) != saved["structure"]["tensors"].get(k)]:
+            raise CheckpointError(f"{folder}: {MODEL} and {STRUCTURE} disagree about {wrong[0]}")
     load_values_(loaded, tensors, folder / MODEL)
     _load_tables_(loaded, tables)
     if "masks" in saved:
@@ -158,17 +190,23 @@ def _off_meta_(model: nn.Module, tables: dict[str, Tensor]) -> None:
         set_tensor_(model, name, torch.zeros_like(value, device="cpu"))
 
 
-def _resized_(model: nn.Module, record: Any, tensors: dict[str, Tensor], folder: Path) -> nn.Module:
-    """Give a model the saved shapes; its values are still to be loaded."""
+def _resized_(model: nn.Module, record: Any, where: Path) -> nn.Module:
+    """Give a model the shapes of a record; its values are still to be loaded. CheckpointError where it is of another model."""
     if not isinstance(record, dict) or not all(isinstance(record.get(k), dict) for k in ("tensors", "modules")):
-        raise CheckpointError(f"{folder / STRUCTURE}: no structure of a float model in it; delete the folder")
-    if wrong := [k for k, v in tensors.items() if list(v.shape) != record["tensors"].get(k)]:
-        raise CheckpointError(f"{folder}: {MODEL} and {STRUCTURE} disagree about {wrong[0]}")
+        raise CheckpointError(f"{where}: no structure of a float model in it; {SAVE_AGAIN}")
     try:
         restructure_(model, record)
+    except CheckpointError as error:
+        raise _of_another_model(error, where) from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{folder / STRUCTURE}: not the structure of a model ({error!r}); delete the folder") from None
+        raise CheckpointError(f"{where}: not the structure of a model ({error!r}); {SAVE_AGAIN}") from None
     return model
+
+
+def _of_another_model(error: CheckpointError, where: Path) -> CheckpointError:
+    """The error of a record that does not fit the model given, with its file, and what to do where it does not say."""
+    advice = "" if ";" in str(error) else "; give a model that was made as the saved one was, such as with as many classes"
+    return CheckpointError(f"{where}: {error}{advice}")
 
 
 def _rebuilt(model: nn.Module, saved: dict[str, Any], where: Path) -> nn.Module:
@@ -182,8 +220,8 @@ def _rebuilt(model: nn.Module, saved: dict[str, Any], where: Path) -> nn.Module:
         if "structure" in saved:  # files of earlier versions lack it: the rest is then as it is in the model given
             _restructure_outside_(model, saved["structure"], saved["parts"])
         return model
-    except CheckpointError:
-        raise
+    except CheckpointError as error:
+        raise _of_another_model(error, where) from None
     except ModelError as error:
         raise CheckpointError(
             f"{where}: what was saved cannot be built again from the model given: {error}; give a model that was made as the"
@@ -192,7 +230,7 @@ def _rebuilt(model: nn.Module, saved: dict[str, Any], where: Path) -> nn.Module:
     except MISMATCH_ERRORS as error:
         if is_out_of_memory(error):  # the files are whole
             raise
-        raise CheckpointError(f"{where}: not the record of a quantized model ({error!r}); delete the folder") from error
+        raise CheckpointError(f"{where}: not the record of a quantized model ({error!r}); {SAVE_AGAIN}") from error
 
 
 def _outside(named: dict[str, Any], parts: Collection[str]) -> dict[str, Any]:
@@ -209,7 +247,7 @@ def _restructure_outside_(model: nn.Module, record: dict[str, Any], parts: Colle
 
 
 def _load_masks_(model: nn.Module, path: Path, saved: Any) -> None:
-    masks = Masks.from_state(read_tensors(path, 2 * bytes_of(model))[0], model, path)
+    masks = Masks.from_state(read_tensors(path, 2 * bytes_of(model), SAVE_AGAIN)[0], model, path)
     if not isinstance(saved, dict) or (masks.removed, masks.total) != (saved.get("removed"), saved.get("total")):
         raise CheckpointError(f"{path}: removes {masks.removed} of {masks.total} weights, {STRUCTURE} says {saved}")
     if broken := masks.violations(model):

@@ -90,6 +90,11 @@ class Candidate:
         """Whether it removes anything but precision."""
         return self.blocks > 0 or self.merged > 0 or self.macs < 1 or self.rank < 1
 
+    @property
+    def can_be_trained(self) -> bool:
+        """Whether a training of finalists trains it: not where weights that no training rounds are all that changes."""
+        return self.changes_structure or self.bits not in WITHOUT_EFFORT
+
     def trains_in_two_parts(self, train: Train) -> bool:
         """Whether it is trained in float first and then with rounding.
 
@@ -200,7 +205,7 @@ def _shares(train: Train, candidate: Candidate) -> tuple[Train | None, Train | N
     if candidate.bits == "float":
         return train, None
     if candidate.bits in WITHOUT_EFFORT:
-        return (train if candidate.changes_structure else None), None
+        return (train if candidate.can_be_trained else None), None
     if not candidate.trains_in_two_parts(train):
         return None, train
     total = train.steps or train.epochs or 0

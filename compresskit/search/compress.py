@@ -39,7 +39,7 @@ from compresskit.search.latency.stopwatch import NOISIEST, Stopwatch
 from compresskit.search.options import SearchOptions, SearchSettings
 from compresskit.search.outcome import Search, Tried, nearest_budget
 from compresskit.search.proxy import Workshop, held_out
-from compresskit.search.source import as_script
+from compresskit.search.script.source import as_script
 from compresskit.search.study import import_optuna
 from compresskit.search.workers import Worker
 from compresskit.train.train import Train
@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 SCRIPT = "recipe.py"
 POINTS = 100  # of an accuracy of 1
 FRACTIONS = ("classes", "boxes")  # what the metric `agreement` compares, where it is in [0, 1]
+UNIT_OF = {"latency": " ms", "bytes": " bytes", "macs": " MACs", "drop": ""}
 NOTABLY_SLOWER = 0.05  # fraction of the uncompressed file's latency
 NOTABLY_WORSE = 0.1  # fraction of what was lost after a short training
 NOTABLY_BETTER = 0.1  # fraction of the uncompressed model's metric
@@ -379,8 +380,13 @@ def _untrained(chosen: Tried, ceilings: dict[str, float]) -> str:
     if (with_training := chosen.discarded) is None:
         why = chosen.rejected or chosen.untrainable
         return f". It is the file without training{f', which failed: {why}' if why else ''}"
-    over = ", ".join(f"{name} {with_training.get(name):.6g} > {ceilings[name]:.6g}" for name in with_training.excesses(ceilings))
+    over = _over(with_training, ceilings)
     return f". It is the file without training; with it, {f'it has {over}' if over else f'the drop is {with_training.drop:.4f}'}"
+
+
+def _over(figures: Figures, ceilings: dict[str, float]) -> str:
+    """Which ceilings are exceeded, and by what."""
+    return ", ".join(f"{name} {figures.get(name):.6g} > {ceilings[name]:.6g}" for name in figures.excesses(ceilings))
 
 
 def _warn_of_statistics(workshop: Workshop, dense: Figures) -> None:
@@ -440,10 +446,23 @@ def _reason(chosen: Tried, tried: Sequence[Tried], ceilings: dict[str, float], m
     assert chosen.trained is not None
     measured = {name: c for name, c in ceilings.items() if name in MEASURED}
     within = sum(t.figures is not None and not t.figures.excesses(measured) for t in tried)
-    run = sum(t.trained is not None or t.stopped is not None for t in tried)
-    units = {"latency": " ms", "bytes": " bytes", "macs": " MACs", "drop": ""}
-    kept = ", ".join(f"{name} {chosen.trained.get(name):.6g} <= {c:.6g}{units[name]}" for name, c in ceilings.items())
+    kept = ", ".join(f"{name} {chosen.trained.get(name):.6g} <= {c:.6g}{UNIT_OF[name]}" for name, c in ceilings.items())
     return (
         f"chosen: {chosen.candidate.name}: {kept}. {within} of {len(tried)} candidates keep the ceilings that training does not"
-        f" change; of {run} that were run as recipes it has the least {minimise}"
+        f" change; {_among(tried, ceilings, minimise)} it has the least {minimise}"
     )
+
+
+def _among(tried: Sequence[Tried], ceilings: dict[str, float], minimise: str) -> str:
+    """Among which files the chosen one was taken, and which others were passed over for what."""
+    run = [t for t in tried if t.trained is not None or t.stopped is not None]
+    given_up = sum(t.trained is None for t in run)
+    over = [
+        f"{t.candidate.name} ({minimise} {t.trained.get(minimise):.6g}{UNIT_OF[minimise]}): {exceeded}"
+        for t in run
+        if t.trained is not None and (exceeded := _over(t.trained, ceilings))
+    ]
+    passed_over = [f"{given_up} {'was' if given_up == 1 else 'were'} given up"] if given_up else []
+    passed_over += [f"{len(over)} {'exceeds' if len(over) == 1 else 'exceed'} a ceiling ({'; '.join(over)})"] if over else []
+    others = f", {' and '.join(passed_over)}; of the others" if passed_over else ""
+    return f"of {len(run)} that were run as recipes{others}"

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from compresskit.base.errors import SettingError
-from compresskit.base.settings import check_field_types
+from compresskit.base.settings import as_python_dims, check_field_types
 from compresskit.graph.capture import Dynamic
 from compresskit.quant.numerics.targets import X86, Target, check_target
-from compresskit.search.source import SourceWriter
+from compresskit.search.script.source import SourceWriter
 from compresskit.train.train import Train
 
 
@@ -49,6 +49,7 @@ class SearchSettings:
         if self.train is not None and type(self.train) is not Train:
             raise SettingError(f"compress(train=...): wanted a Train, got {self.train!r}")
         check_field_types(self)
+        object.__setattr__(self, "dynamic", as_python_dims(self.dynamic))
         check_target(self.target, "compress")
         if self.seconds <= 0:
             raise SettingError(f"compress(seconds=...): wanted a positive number, got {self.seconds!r}")

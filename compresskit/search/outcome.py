@@ -261,7 +261,8 @@ class Search:
         if (figures := tried.best) is None:
             return (mark + tried.candidate.name, *["-"] * (len(SEARCH_COLUMNS) - 1))
         uncompressed = self.dense_held_out or self.dense if tried.data == "held out" else self.dense
-        done = "0" if tried.untrained else "1" if tried.trained else "0" if tried.stopped is None else f"{tried.stopped:.2f}"
+        as_it_is = tried.untrained or not tried.candidate.can_be_trained
+        done = "0" if as_it_is else "1" if tried.trained else "0" if tried.stopped is None else f"{tried.stopped:.2f}"
         done = done if self.trains else ""
         short = "" if tried.short is None else f"{tried.short:+.4f}"
         misses = figures.excesses(self.ceilings)

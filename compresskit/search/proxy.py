@@ -22,7 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from compresskit.base.budget import keep
 from compresskit.base.errors import CheckpointError, CompressError, DataError, SettingError
 from compresskit.base.files import read_json, write_json
-from compresskit.base.fingerprint import describe, describe_by_value, short_hash
+from compresskit.base.fingerprint import describe, describe_by_value, describe_task, short_hash
 from compresskit.base.inputs import calibration_inputs, some_batches
 from compresskit.base.progress import announce
 from compresskit.base.randomness import seed_generators_
@@ -44,7 +44,7 @@ from compresskit.prune.depth.plan_blocks import order_blocks
 from compresskit.prune.low_rank.plan_ranks import plan_ranks
 from compresskit.quant import quantize_static
 from compresskit.quant.numerics.targets import Deployment, Target
-from compresskit.recipe.dependencies import describe_model, describe_task, versions
+from compresskit.recipe.dependencies import describe_model, versions
 from compresskit.recipe.engine import run_stage
 from compresskit.recipe.folder import LOCK
 from compresskit.recipe.locks import exclusive

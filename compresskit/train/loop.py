@@ -118,10 +118,11 @@ class TrainingLoop:
         return self.step >= self.length.steps or (self.validation is not None and self.validation.is_over)
 
     def _epoch(self, epoch: int, bar: tqdm[Any]) -> None:
-        """Train on every batch once; DataError where their number is not the length of the loader."""
+        """Train on every batch once; DataError where their number is not the length of the loader, or one is empty."""
         run, batches, steps = self.run, self.length.batches, self.length.steps
         for batch, seen, ends_step, batches_in_step in self.history.timed(self._batches()):
             where = f"epoch {epoch}, batch {seen}"
+            _check_not_empty(batch, where)
             rows, weight = distributed.shard_batch(batch, self.cursor.loader, least=0 if self.exact else 2)
             rows = channels_last_images(rows) if self.channels_last else rows
             self.objective.advance(self.step / steps)
@@ -410,6 +411,13 @@ def _raise_unrestored(training: Training | None, error: Exception) -> NoReturn:
 
 def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _check_not_empty(batch: Any, where: str) -> None:
+    """Raise DataError for a batch whose tensors are all empty: the mean of its loss is NaN, whatever the model is."""
+    shapes = [shape for shape in shapes_of(batch) if shape]
+    if shapes and all(0 in shape for shape in shapes):
+        raise DataError(f"{where}: wanted one row at least, got tensors of shape {shapes}; leave empty batches out")
 
 
 def _forward(

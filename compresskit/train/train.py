@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, NoReturn
+from typing import Any, ClassVar, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -209,11 +209,11 @@ def fit_(
 
     Raises:
         TrainingError: a loss is not finite, or cannot be computed.
-        ModelError: the model has no trainable parameter.
+        ModelError: the model has no trainable parameter. SettingError: `settings` is no `Train`, or `task` no `Task`.
         DataError: the loader fails, or changes its length.
         Interrupted: a signal stopped the training after it wrote a checkpoint.
     """
-    remember_modes_(model)
+    _begin_(model, task, settings)
     _check_start_(model, task, settings, objective or settings.objective)
     training = None if task.progress is None else task.progress.training(label)
     align_processes_(model)
@@ -309,6 +309,15 @@ def _compiled_training(model: nn.Module, run: mixed.Run, label: str) -> Abstract
         )
         return nullcontext()
     return compiled_model(model, run.device, f"{label}: compile=True")
+
+
+def _begin_(model: Any, task: Any, settings: Any) -> None:
+    """Refuse arguments of `fit_` that are of another kind, and remember which modules were given in train mode."""
+    check_is_module(model, "fit_")
+    check_is_task(task, "fit_")
+    if not isinstance(settings, Train):
+        raise SettingError(f"fit_(settings=...): wanted those of a training, got {settings!r:.60}; write ck.Train(epochs=1)")
+    remember_modes_(model)
 
 
 def _check_start_(model: nn.Module, task: Task, settings: Train, objective: Objective | LossFunction | None) -> None:

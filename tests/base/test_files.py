@@ -32,6 +32,27 @@ def test_damaged_json_is_refused(tmp_path) -> None:
     assert cli.main(["report", str(tmp_path)]) != 0
 
 
+def test_a_file_that_cannot_be_read_is_not_called_damaged(tmp_path) -> None:
+    (tmp_path / "a.json").mkdir()
+    (tmp_path / "a.safetensors").mkdir()
+    with pytest.raises(
+        CheckpointError, match=r"a\.json: cannot be read \(Is a directory\), a recipe was expected; look at its rights"
+    ):
+        read_json(tmp_path / "a.json", "a recipe")
+    with pytest.raises(CheckpointError, match=r"a\.safetensors: cannot be read \(Is a directory\); look at its rights"):
+        read_tensors(tmp_path / "a.safetensors")
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="file: a file, wanted a folder with a recipe"):
+        read_json(tmp_path / "file" / "a.json", "a recipe")
+
+
+def test_more_tensors_than_a_model_has_are_no_damage(tmp_path) -> None:
+    write_tensors(tmp_path / "a.safetensors", {"a": torch.ones(8)})
+    assert read_tensors(tmp_path / "a.safetensors", 32)[0]["a"].numel() == 8
+    with pytest.raises(CheckpointError, match=r"it holds 32 bytes, at most 31 fit the model given: saved from another"):
+        read_tensors(tmp_path / "a.safetensors", 31)
+
+
 def test_every_dtype_and_shape_comes_back(tmp_path) -> None:
     tensors = {}
     for i, dtype in enumerate(SAFETENSORS_DTYPES):

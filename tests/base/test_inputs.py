@@ -77,6 +77,41 @@ def test_inputs_inside_of_one_another_are_named(kind, tmp_path) -> None:
         call_checked(Two(), (pair[0][:, :2], pair[1]), "data")
 
 
+class EncoderDecoder(nn.Module):
+    """Makes what its decoder reads of the labels where it is not given, as those of Hugging Face do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(10, 8), nn.Linear(8, 10)
+
+    def forward(self, input_ids, labels=None, decoder_input_ids=None):
+        if decoder_input_ids is None and labels is not None:
+            decoder_input_ids = labels.roll(1, 1)
+        if decoder_input_ids is None:
+            raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
+        return self.head(self.table(decoder_input_ids) + self.table(input_ids).mean(1, keepdim=True))
+
+
+def test_inputs_that_a_model_makes_of_the_target_are_named(tmp_path) -> None:
+    """The batches of the collators of Hugging Face for encoder-decoders."""
+    ids, labels = torch.randint(0, 10, (2, 4, 6))
+    batch = {"input_ids": ids, "labels": labels}
+    message = (
+        r"You must specify exactly one of input_ids or inputs_embeds; its forward makes decoder_input_ids of labels, which are"
+        r" the target of a batch and no input: put decoder_input_ids into the batches, too"
+    )
+    model = EncoderDecoder()
+    task = ck.Task(train=[batch], val=[batch], predict=lambda output: output.mT)
+    with pytest.raises(DataError, match=f"validation data: .*: {message}"):
+        ck.evaluate(model, task)
+    with pytest.raises(ModelError, match=message):
+        ck.Recipe(ck.Train(epochs=1)).run(model, task, tmp_path / "run")
+    whole = batch | {"decoder_input_ids": labels.roll(1, 1)}
+    assert ck.evaluate(model, ck.Task(train=[whole], val=[whole], predict=lambda output: output.mT)) >= 0
+    with pytest.raises(DataError, match="(?s)index out of range(?!.*decoder_input_ids)"):
+        call_checked(model, {"input_ids": ids + 20, "decoder_input_ids": ids}, "data")
+
+
 def test_a_first_batch_without_rows_is_refused() -> None:
     model, x = build(networks.Chain).eval(), torch.randn(8, 3, 16, 16)
     with pytest.raises(

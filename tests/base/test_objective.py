@@ -8,7 +8,7 @@ from torch import nn
 
 import compresskit as ck
 from compresskit.base.errors import SettingError
-from compresskit.base.objective import FunctionObjective, as_objective
+from compresskit.base.objective import FunctionObjective, Wrapper, as_objective
 from compresskit.train.objective import Supervised
 
 
@@ -79,3 +79,44 @@ def test_an_objective_that_is_used_before_bind_says_so(make) -> None:
         SettingError, match=rf"{type(objective).__name__}: it was called before bind; .*objective.bind\(model, task\)"
     ):
         objective(nn.Linear(8, 4), (torch.randn(4, 8), torch.arange(4)))
+
+
+def test_a_wrapper_asks_the_objective_inside() -> None:
+    class Inside(ck.Objective):
+        reads_target = True
+
+        def __init__(self):
+            self.calls = []
+
+        def __call__(self, model, batch):
+            return {}
+
+        def rehearse(self, model, predictions):
+            self.calls.append(predictions)
+
+        def advance(self, done):
+            self.calls.append(done)
+
+        def resume_state(self):
+            return 3
+
+        def resume_from_(self, state):
+            self.calls.append(state)
+
+        def close(self):
+            self.calls.append("close")
+
+    class Around(Wrapper):
+        def __init__(self):
+            self.objective = Inside()
+
+        def __call__(self, model, batch):
+            return {}
+
+    around = Around()
+    assert around.reads_target
+    around.rehearse(nn.Identity(), "predictions")
+    around.advance(0.5)
+    around.resume_from_(around.resume_state())
+    around.close()
+    assert around.objective.calls == ["predictions", 0.5, 3, "close"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -46,6 +47,27 @@ def test_accuracy_is_the_fraction_of_correct_labels() -> None:
         ck.accuracy(logits, torch.tensor([0, 1, 7]))
     with pytest.raises(DataError, match="pass another metric"):
         ck.accuracy(torch.randn(4, 1), torch.randn(4, 1))
+
+
+def test_predictions_that_are_not_numbers_are_wrong() -> None:
+    """argmax takes NaN for the largest: a model that gives nothing else had the accuracy of class 0."""
+    nan, classes = float("nan"), torch.tensor([0, 0, 0, 1])
+    assert ck.accuracy(torch.full((4, 3), nan), classes) == 0.0
+    assert ck.accuracy(torch.tensor([[nan, 1.0], [1.0, nan], [1.0, 0.0], [0.0, 1.0]]), classes) == 0.5
+    dense = torch.zeros(2, 3, 4, 4)
+    dense[1, 2, 0] = nan
+    assert ck.accuracy(dense, torch.zeros(2, 4, 4, dtype=torch.long)) == 1 - 4 / 32
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).eval()
+    nn.init.constant_(model[1].running_var, -1)
+    assert evaluate(model, ck.Task(val=[(torch.randn(4, 4), classes)])) == 0.0
+
+
+def test_fractions_are_no_labels() -> None:
+    with pytest.raises(
+        DataError, match=r"wanted class indices as targets, whole numbers, got 0\.4 \(torch\.float32\); pass another"
+    ):
+        ck.accuracy(torch.eye(3), torch.tensor([0.4, 1.4, 2.4]))
+    assert ck.accuracy(torch.eye(3), torch.tensor([0.0, 1.0, 0.0])) == pytest.approx(2 / 3)
 
 
 def test_loaders_and_batches_that_cannot_be_used_are_refused() -> None:
@@ -207,3 +229,38 @@ def test_the_rows_of_inputs_inside_a_dict() -> None:
             return self.b(self.a(batch["x"]).relu())
 
     assert "a: keep 16 of 32" in str(ck.prune.plan_channels(Reads(), ({"x": torch.randn(7, 5)},), ck.keep(macs=0.6)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"val": "data"}, r"Task\(val=\.\.\.\): wanted a loader of batches, got str; read the data"),
+        ({"train": {"x": torch.zeros(2, 3)}}, r"Task\(train=\.\.\.\): wanted a loader of batches, got dict; .* \[batch\]"),
+        ({"loss": "ce"}, r"Task\(loss=\.\.\.\): wanted a function .*, such as F\.cross_entropy, got 'ce'"),
+        ({"predict": 0}, r"Task\(predict=\.\.\.\): wanted a function of the model's output, got 0"),
+        ({"higher_is_better": "no"}, r"Task\(higher_is_better=\.\.\.\): wanted True or False, got 'no'"),
+        ({"target": 1}, r"Task\(target=\.\.\.\): wanted the key of the target .*, a text, got 1"),
+        ({"device": "gpu"}, r"Task\(device=\.\.\.\): wanted a device of torch, such as .*, got 'gpu'"),
+        ({"device": 1.5}, r"Task\(device=\.\.\.\): wanted a device of torch, such as .*, got 1\.5"),
+    ],
+)
+def test_settings_of_another_kind_are_refused(settings, message) -> None:
+    with pytest.raises(SettingError, match=message):
+        ck.Task(**{"val": [1], **settings})
+
+
+def test_settings_that_are_used_in_the_wild_are_taken() -> None:
+    class Batches:
+        def __iter__(self):
+            return iter([1, 2])
+
+    for settings in (
+        {"val": Batches()},
+        {"train": (1, 2), "calibration": torch.zeros(2, 3, 8)},
+        {"loss": nn.CrossEntropyLoss()},
+        {"loss": None},  # nothing reads it
+        {"higher_is_better": np.bool_(False)},
+        {"device": torch.device("cuda", 1)},
+        {"target": None},
+    ):
+        ck.Task(**{"val": [1], **settings})

@@ -172,3 +172,129 @@ def test_sizes_are_divided_towards_minus_infinity(kind, tmp_path) -> None:
         (got,) = run.run(None, numpy_inputs(run, (x,)))
         with torch.no_grad():
             torch.testing.assert_close(torch.from_numpy(got), written(x))
+
+
+class TwoSequences(nn.Module):
+    """A decoder's queries over an encoder's keys, in small: two sequences of lengths of their own in one batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.key, self.query = nn.Embedding(50, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+        self.head = nn.Linear(32, 50)
+
+    def forward(self, src, tgt):
+        key, query = self.key(self.table(src).relu()).relu(), self.query(self.table(tgt).relu()).relu()
+        return self.head((query @ key.mT).softmax(-1) @ key)
+
+
+class TextsAndPictures(nn.Module):
+    """How much each text is like each picture, as CLIP says it: there may be more texts than pictures."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.conv = nn.Embedding(50, 32), nn.Conv2d(3, 32, 3, stride=2)
+        self.text, self.picture = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, ids, pixels):
+        return self.text(self.table(ids).mean(1)) @ self.picture(self.conv(pixels).relu().mean((2, 3))).mT
+
+
+def sequences(rows: int, source: int, target: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randint(0, 50, (rows, source)), torch.randint(0, 50, (rows, target))
+
+
+def texts_and_pictures(texts: int, pictures: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randint(0, 50, (texts, 7)), torch.randn(pictures, 3, 9, 9)
+
+
+def dimensions(values) -> list[list[str | int]]:
+    return [[*value.shape] for value in values]
+
+
+@pytest.mark.parametrize("quantize", [None, ck.quant.quantize_dynamic, quantize_static], ids=["float", "dynamic", "static"])
+@pytest.mark.parametrize(
+    ("kind", "dynamic", "batches", "inputs", "output"),
+    [
+        (
+            TwoSequences,
+            (0, 1),
+            [sequences(2, *lengths) for lengths in ((8, 6), (5, 4), (4, 6))],
+            [["batch", "dim_1"], ["batch", "tgt_dim_1"]],
+            ["batch", "tgt_dim_1", 50],
+        ),
+        (
+            TextsAndPictures,
+            (0,),
+            [texts_and_pictures(*rows) for rows in ((3, 2), (2, 2), (4, 7))],
+            [["batch", 7], ["pixels_batch", 3, 9, 9]],
+            ["batch", "pixels_batch"],
+        ),
+    ],
+    ids=["lengths", "rows"],
+)
+def test_sizes_of_their_own_have_names_of_their_own(quantize, kind, dynamic, batches, inputs, output, tmp_path) -> None:
+    """ONNX Runtime plans its memory by names: files with one name for two sizes did not run at the example itself."""
+    torch.manual_seed(0)
+    model = kind().eval()
+    written = quantize(model, batches[:1], dynamic=dynamic) if quantize else model
+    path = ck.export_onnx(written, tmp_path / "f.onnx", batches[0], dynamic=dynamic)
+    assert dimensions(session(path).get_inputs()) == inputs
+    assert dimensions(session(path).get_outputs()) == [output]
+    assert ck.verify_onnx(path, written, batches).passed
+
+
+class Computed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.twice = nn.ConvTranspose1d(4, 4, 3, stride=2, padding=1)
+
+    def forward(self, x, y):
+        return self.twice(x), torch.cat([y, y], 2), torch.cat([x, x], 0)
+
+
+def test_sizes_computed_of_others_are_written_with_their_names(tmp_path) -> None:
+    path = ck.export_onnx(Computed(), tmp_path / "f.onnx", (torch.randn(2, 4, 8), torch.randn(2, 4, 6)), dynamic=(0, 2))
+    assert dimensions(session(path).get_outputs()) == [
+        ["batch", 4, "2*dim_2 - 1"],
+        ["y_batch", 4, "2*y_dim_2"],
+        ["2*batch", 4, "dim_2"],
+    ]
+    names = {"x": {0: "my rows", 2: "length"}, "y": {0: "my rows"}}
+    path = ck.export_onnx(Computed(), tmp_path / "f.onnx", (torch.randn(2, 4, 8), torch.randn(2, 4, 6)), dynamic=names)
+    assert dimensions(session(path).get_outputs()) == [
+        ["my rows", 4, "2*length - 1"],
+        ["my rows", 4, 12],
+        ["2*(my rows)", 4, "length"],
+    ]
+
+
+def test_one_name_for_two_sizes_is_refused_before_any_work(tmp_path) -> None:
+    model, example = TwoSequences().eval(), sequences(2, 8, 6)
+    dynamic = {"src": {0: "batch", 1: "length"}, "tgt": {0: "batch", 1: "length"}}
+    message = re.escape(
+        "dynamic: 'length' names dimension 1 of input 'src' and dimension 1 of input 'tgt'; wanted one size for one name, got 8"
+        " and 6 in the example: give each a name of its own"
+    )
+    for act in (
+        lambda: ck.export_onnx(model, tmp_path / "f.onnx", example, dynamic=dynamic),
+        lambda: ck.quant.quantize_dynamic(model, example, dynamic=dynamic),
+    ):
+        with pytest.raises(SettingError, match=message):
+            act()
+    dynamic["tgt"][1] = "other length"
+    quantized = ck.quant.quantize_dynamic(model, example, dynamic=dynamic)
+    path = ck.export_onnx(quantized, tmp_path / "f.onnx", example)
+    assert dimensions(session(path).get_inputs()) == [["batch", "length"], ["batch", "other length"]]
+    assert ck.verify_onnx(path, quantized, [example, sequences(3, 4, 9)]).passed
+
+
+class Positions(nn.Module):
+    def forward(self, *values, scale=2.0, **unused):
+        return values[0] * scale, values[1] - 1
+
+
+def test_names_are_those_of_inputs_given_by_position(tmp_path) -> None:
+    """A parameter that takes no position, behind those that do, stood for the first of them."""
+    dynamic = {"values_0": {0: "rows"}, "values_1": {0: "others"}}
+    path = ck.export_onnx(Positions(), tmp_path / "f.onnx", (torch.randn(3, 4), torch.randn(2, 5)), dynamic=dynamic)
+    assert dimensions(session(path).get_inputs()) == [["rows", 4], ["others", 5]]

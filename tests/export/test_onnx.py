@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import networks
 import onnx
 import pytest
@@ -46,12 +48,23 @@ def test_the_argument_order_of_torch_is_refused(tmp_path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_bad_settings_and_paths_are_refused(tmp_path) -> None:
+def test_bad_settings_and_paths_are_refused(tmp_path, monkeypatch) -> None:
     model = build(networks.Chain)
     with pytest.raises(SettingError, match=r"wanted 13\.\.25, \"lowest\" or None, got 9"):
         ck.export_onnx(model, tmp_path / "f.onnx", image(2), opset=9)
     with pytest.raises(ExportError, match="does not exist"):
         ck.export_onnx(model, tmp_path / "nowhere" / "f.onnx", image(2))
+    with pytest.raises(ExportError, match=r": a folder; wanted the path of a file in it, such as .*model\.onnx$"):
+        ck.export_onnx(model, tmp_path, image(2))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ExportError, match=": a folder; wanted the path of a file in it"):
+        ck.export_onnx(model, "", image(2))
+    with pytest.raises(SettingError, match=r"wanted 13\.\.25, \"lowest\" or None, got 20\.0"):
+        ck.export_onnx(model, tmp_path / "f.onnx", image(2), opset=20.0)
+    with pytest.raises(SettingError, match=r"export_onnx\(metadata={'epochs': ...}\): wanted a text, got 3; write str"):
+        ck.export_onnx(model, tmp_path / "f.onnx", image(2), metadata={"epochs": 3})
+    with pytest.raises(SettingError, match=r"export_onnx\(metadata=...\): wanted texts by name, .*, got 'abc'"):
+        ck.export_onnx(model, tmp_path / "f.onnx", image(2), metadata="abc")
 
     class Untranslatable(nn.Module):
         def forward(self, x):
@@ -181,3 +194,15 @@ def test_what_the_exporter_prints_is_no_output_of_a_command(tmp_path, capsys, mo
     monkeypatch.setattr(torch.onnx, "export", loud)
     ck.export_onnx(nn.Linear(4, 2), tmp_path / "f.onnx", (torch.ones(2, 4),))
     assert capsys.readouterr().out == ""
+
+
+def test_a_file_lies_where_it_was_asked_for_though_the_forward_pass_changes_the_working_directory(tmp_path, monkeypatch) -> None:
+    class Moves(nn.Linear):
+        def forward(self, x):
+            os.chdir(elsewhere)
+            return super().forward(x)
+
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert ck.export_onnx(Moves(8, 4), "f.onnx", torch.randn(2, 8)) == tmp_path / "f.onnx"
+    assert (tmp_path / "f.onnx").exists()

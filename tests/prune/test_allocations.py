@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import compresskit as ck
 from compresskit.base.errors import SettingError
 from compresskit.prune.allocations import counts, erk_ratios, lamp_ratios, measured_ratios, uniform_ratios
 
@@ -26,6 +27,22 @@ def test_counts_add_up(layers) -> None:
     found = counts(ratios, sizes)
     assert sum(found.values()) == pytest.approx(sum(r * n for r, n in layers), abs=0.5 + 1e-6)
     assert all(math.floor(ratios[k] * sizes[k] + 1e-9) <= c <= ratios[k] * sizes[k] + 1 for k, c in found.items())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "known"),
+    [("erk", "erk"), ("uniform", "uniform"), ("lamp_ratios", "lamp"), (0.5, "erk"), ([("0.weight", 0.1)], "erk"), (dict, "erk")],
+)
+def test_what_is_no_allocation_is_refused(wrong, known) -> None:
+    """It was left out without a word, and the weights of all layers were ranked together."""
+    message = rf"\(allocation=\.\.\.\): wanted a function such as prune\.allocations\.{known}_ratios, or {{name: ratio}}, got "
+    budget = ck.remove(weights=0.6)
+    with pytest.raises(SettingError, match="plan_mask" + message):
+        ck.prune.plan_mask(torch.nn.Linear(8, 8), budget, allocation=wrong)
+    with pytest.raises(SettingError, match="Sparsify" + message):
+        ck.Sparsify(budget=budget, allocation=wrong)
+    with pytest.raises(SettingError, match="LotteryTicket" + message):
+        ck.LotteryTicket(budget=budget, allocation=wrong, train=ck.Train(epochs=1))
 
 
 def test_erk_is_its_formula() -> None:

@@ -141,6 +141,9 @@ def test_settings_of_the_sister_functions_are_checked_too() -> None:
     for refuse in (ck.quant.prepare_qat, ck.quant.repair):
         with pytest.raises(SettingError, match=rf"^{refuse.__name__}\(skip=...\): wanted a tuple of texts, got 'x'"):
             refuse(build(networks.Chain), [image(16)], skip="x")
+    for refuse in (quantize_static, ck.quant.prepare_qat, ck.quant.repair):
+        with pytest.raises(SettingError, match=rf"^{refuse.__name__}\(skipped=...\): there is no such setting; write skip="):
+            refuse(build(networks.Chain), [image(16)], skipped=("x",))
     with pytest.raises(SettingError, match=r"^quantize_dynamic\(dynamic=\.\.\.\): wanted dimensions, .* got 'batch'"):
         ck.quant.quantize_dynamic(build(networks.Chain), [image(2)], dynamic="batch")
 

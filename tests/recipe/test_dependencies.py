@@ -21,7 +21,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import compresskit as ck
-from compresskit.recipe.dependencies import Dependencies, describe_model, describe_stages, describe_task, shows_training
+from compresskit.base.fingerprint import describe_task
+from compresskit.recipe.dependencies import Dependencies, describe_model, describe_stages, shows_training
 
 X, Y = torch.randn(64, 8, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 4
 BATCHES = list(zip(X.split(16), Y.split(16), strict=True))

@@ -61,6 +61,13 @@ def test_the_samples_that_are_right_are_recorded() -> None:
     assert [bit == "1" for bit in f"{int(found.correct, 16):070b}"] == wanted.tolist()
 
 
+def test_a_sample_whose_predictions_are_not_numbers_is_wrong() -> None:
+    x, y = torch.eye(4), torch.tensor([0, 0, 2, 3])
+    x[1] = float("nan")
+    found = measure_outcomes(nn.Identity(), ck.Task(val=[(x, y)]))
+    assert (found.metric, f"{int(found.correct, 16):04b}") == (0.75, "1011")
+
+
 def test_another_metric_is_drawn_again_and_again(regression) -> None:
     found = measure_outcomes(nn.Identity(), regression)
     errors = torch.cat([((x - y) ** 2).mean(1) for x, y in regression.val])

@@ -260,3 +260,120 @@ def test_lists_that_can_be_read_in_two_ways_are_refused_before_training(tmp_path
     assert not seen
     told = [*data, (torch.randn(1, 8), [torch.rand(2, 4)])]
     preflight_check(model, replace(task, val=told), [train])
+
+
+def pooled() -> nn.Module:
+    """A network that takes images of any size."""
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+
+
+def pictures(*shapes: tuple[int, ...]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(torch.randn(rows, 3, *size), torch.arange(rows) % 4) for rows, *size in shapes]
+
+
+FIRST, OTHERS = (8, 12, 12), ((8, 9, 12), (4, 9, 7))
+
+
+@pytest.mark.parametrize(
+    ("stages", "dynamic", "wanted"),
+    [
+        (
+            [],
+            (0,),
+            r"^validation data: input is \(8, 3, 12, 12\) in the first batch, and \(8, 3, 9, 12\) in batch 2 of the validation"
+            r" data; a file takes one size of each dimension that is not named as one that varies: write dynamic=\(0, 2, 3\)",
+        ),
+        (
+            [],
+            {"input": {0: "n", 2: "h"}},
+            r"^validation data: .* \(4, 3, 9, 7\) in batch 3 .*: name the dimensions 3 of input in dynamic=\.\.\.",
+        ),
+        (
+            [ck.StaticQuant(dynamic=(0, 2))],
+            (0, 2, 3),
+            r"^stage 2, StaticQuant: training data: .*: write StaticQuant\(dynamic=\(0, 2, 3\)\)",
+        ),
+        (
+            [ck.DynamicQuant()],
+            (0, 2, 3),
+            r"^stage 2, DynamicQuant: validation data: .*: write DynamicQuant\(dynamic=\(0, 2, 3\)\)",
+        ),
+    ],
+    ids=["by number", "by name", "of a stage", "of a stage without calibration"],
+)
+@pytest.mark.parametrize("kind", [list, DataLoader])
+def test_validation_batches_that_no_file_takes_are_refused_before_training(stages, dynamic, wanted, kind, tmp_path) -> None:
+    seen, val = [], pictures(FIRST, *OTHERS)
+    task = ck.Task(train=pictures(FIRST), val=val if kind is list else DataLoader(val, batch_size=None))
+    recipe = ck.Recipe(ck.Train(epochs=1, on_step=seen.append), *stages, dynamic=dynamic)
+    with pytest.raises(DataError, match=wanted):
+        recipe.run(pooled(), task, tmp_path / "run")
+    assert not seen
+    assert not (tmp_path / "run").exists()
+
+
+def test_validation_batches_whose_sizes_may_vary_are_taken() -> None:
+    data, train = pictures(FIRST, *OTHERS), ck.Train(epochs=1)
+    free = (0, 2, 3)
+    preflight_check(pooled(), ck.Task(train=data, val=data), [train, ck.QAT(epochs=1, dynamic=free)], dynamic=free)
+    preflight_check(pooled(), ck.Task(train=data, val=pictures(FIRST, (0, 5, 5))), [train])  # of no rows nothing is measured
+    quantized = ck.quant.quantize_static(pooled().eval(), [x for x, _ in data[:1]], dynamic=free)
+    preflight_check(quantized, ck.Task(train=data, val=data), [train])  # its file has its own dimensions
+
+
+def test_only_the_first_batches_of_a_loader_are_read() -> None:
+    drawn = []
+
+    class Counted(DataLoader):
+        def __iter__(self):
+            for batch in super().__iter__():
+                drawn.append(batch)
+                yield batch
+
+    preflight_check(pooled(), ck.Task(train=pictures(FIRST), val=Counted(pictures(*[FIRST] * 99), batch_size=None)))
+    assert preflight.COMPARED_BATCHES <= len(drawn) < 2 * preflight.COMPARED_BATCHES
+
+
+def holed(x: torch.Tensor) -> torch.Tensor:
+    return x.masked_fill(x > 2, float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("calibration", "wanted"),
+    [
+        (
+            pictures((8, 6, 12)),
+            r"calibration data: input is \(8, 3, 6, 12\) in the first batch, and \(8, 3, 12, 12\) in batch 1 of the valid",
+        ),
+        (
+            pictures((0, 12, 12)),
+            r"the first batch of the calibration data: wanted one row at least, got inputs of shape \[\(0, 3, 12, 12\)\]",
+        ),
+        (
+            [(holed(x), y) for x, y in pictures(FIRST)],
+            "the first batch of the calibration data: values of input are nan or infinite, .*; clean",
+        ),
+    ],
+    ids=["of another size", "without rows", "nan"],
+)
+def test_calibration_data_that_cannot_be_used_are_refused_before_training(calibration, wanted, tmp_path) -> None:
+    seen, data = [], pictures(FIRST)
+    task = ck.Task(train=data, val=data, calibration=calibration)
+    recipe = ck.Recipe(ck.Train(epochs=1, on_step=seen.append), ck.StaticQuant())
+    with pytest.raises(DataError, match=f"^stage 2, StaticQuant: {wanted}"):
+        recipe.run(pooled(), task, tmp_path / "run")
+    assert not seen
+    preflight_check(pooled(), task, [ck.Train(epochs=1)])  # which reads none of them
+
+
+def test_values_that_are_missing_and_that_the_model_fills_calibrate_it() -> None:
+    class Filled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = pooled()
+
+        def forward(self, x):
+            return self.inner(x.nan_to_num())
+
+    data = [(holed(x), y) for x, y in pictures(FIRST)]
+    preflight_check(Filled(), ck.Task(train=data, val=data), [ck.Train(epochs=1), ck.StaticQuant()])

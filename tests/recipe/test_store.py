@@ -16,7 +16,7 @@ from torch import nn
 
 import compresskit as ck
 from compresskit import prune
-from compresskit.base.errors import CheckpointError, ModelError
+from compresskit.base.errors import CheckpointError, ModelError, SettingError
 from compresskit.graph.masks import masks_of
 
 
@@ -320,3 +320,92 @@ def test_what_is_no_fault_of_the_files_is_not_called_one(finished_run, failure, 
     monkeypatch.setattr("compresskit.recipe.store.rebuild", fail)
     with pytest.raises(type(failure), match=str(failure)[:12]):
         ck.load(networks.Residual(), finished_run[0] / "3-qat")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            lambda: narrow(3),
+            r"structure\.json: 3\.weight: the record says \[4, 6\], larger than the model's \(3, 6\); give a model",
+        ),
+        (
+            lambda: narrow(4)[:-1],
+            r"structure\.json: .* module '3' is only in one of the two \(Sequential here\); give a model that was",
+        ),
+        (
+            lambda: narrow(4).half(),
+            r"holds \d+ bytes, at most \d+ fit the model given: saved from another model, or in another dtype; make",
+        ),
+    ],
+)
+@pytest.mark.parametrize("kind", ["float", "pruned", "quantized"])
+def test_a_whole_file_of_another_model_is_not_called_damaged(kind, given, message, tmp_path) -> None:
+    """Who follows the advice to delete it loses the only copy."""
+    model, x = narrow(4), torch.randn(8, 3, 8, 8)
+    if kind == "pruned":
+        model = prune.apply_(model, prune.plan_channels(model, x, ck.keep(macs=0.9), round_to=1))
+        message = message.replace("6", r"\d", 1)
+    if kind == "quantized":
+        model = ck.quant.quantize_static(model, [x])
+        message = message if "holds" not in message else "quantize model.float"
+    ck.save(model, tmp_path)
+    with pytest.raises(CheckpointError, match=message) as refusal:
+        ck.load(given(), tmp_path)
+    assert "delete" not in str(refusal.value).lower()
+    assert str(tmp_path) in str(refusal.value)
+
+
+def narrow(classes):
+    """A small network of so many classes."""
+    return nn.Sequential(nn.Conv2d(3, 6, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, classes)).eval()
+
+
+def test_what_is_damaged_of_a_saved_model_is_not_told_to_be_deleted(tmp_path) -> None:
+    for name in ("structure.json", "model.safetensors"):
+        ck.save(narrow(4), tmp_path)
+        whole = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(whole[:-9] + b"damaged. ")
+        with pytest.raises(CheckpointError, match=rf"{name}: .*; save the model again, or take the files of a copy"):
+            ck.load(narrow(4), tmp_path)
+
+
+def test_a_file_in_the_place_of_a_saved_model_is_refused(tmp_path) -> None:
+    (tmp_path / "model").write_text("of the user")
+    with pytest.raises(CheckpointError, match=r"model: wanted the folder that save\(\) wrote, got a file$"):
+        ck.load(narrow(4), tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "message"),
+    [
+        (lambda: "model", ModelError, r"save: wanted a torch\.nn\.Module as the model, got str"),
+        (lambda: narrow(4).state_dict(), ModelError, r"save: wanted a torch\.nn\.Module as the model, got OrderedDict"),
+        (
+            lambda: nn.Sequential(nn.LazyLinear(4)),
+            ModelError,
+            "save: 0.weight has no shape yet; run the model once on an example",
+        ),
+        (lambda: narrow(4).to("meta"), ModelError, "save: 0.weight is on the device 'meta', where it has no values"),
+        (
+            lambda: nn.ParameterDict({"weight": torch.zeros(2, dtype=torch.complex64)}),
+            CheckpointError,
+            r"save: weight: tensors of torch\.complex64, .* cannot be",
+        ),
+    ],
+    ids=["text", "state dict", "lazy", "meta", "complex"],
+)
+def test_what_cannot_be_saved_leaves_no_folder(tmp_path, model, error, message) -> None:
+    with pytest.raises(error, match=message):
+        ck.save(model(), tmp_path / "model")
+    assert not list(tmp_path.iterdir())
+
+
+def test_swapped_arguments_are_refused(tmp_path) -> None:
+    ck.save(narrow(4), tmp_path / "model")
+    with pytest.raises(SettingError, match=r"save\(folder=...\): wanted a path, got Sequential; write save\(model, folder\)"):
+        ck.save(tmp_path / "model", narrow(4))
+    with pytest.raises(SettingError, match=r"load\(folder=...\): wanted a path, got Sequential; write load\(model, folder\)"):
+        ck.load(tmp_path / "model", narrow(4))
+    with pytest.raises(ModelError, match=r"load: wanted a torch\.nn\.Module as the model, got NoneType"):
+        ck.load(None, tmp_path / "model")

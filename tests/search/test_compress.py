@@ -22,7 +22,7 @@ from compresskit.prune.depth.merging import saved_macs
 from compresskit.search.candidate import Candidate, Removable
 from compresskit.search.figures import Figures
 from compresskit.search.proxy import Workshop
-from compresskit.search.source import SourceWriter
+from compresskit.search.script.source import SourceWriter
 from compresskit.search.study import candidate_of, first_candidates, import_optuna
 
 plan_merges = importlib.import_module("compresskit.prune.depth.merging.plan_merges")  # a function of its package has the name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 from functools import partial
@@ -12,11 +13,13 @@ import torch
 from formula import figures_by_formula
 
 import compresskit as ck
+from compresskit.base.task import MetricError, accuracy
 from compresskit.search.candidate import Candidate, Removable
+from compresskit.search.compress import _reason
 from compresskit.search.figures import Figures
 from compresskit.search.finals.finalists import Finals
 from compresskit.search.latency.stopwatch import Stopwatch
-from compresskit.search.outcome import Tried
+from compresskit.search.outcome import SEARCH_COLUMNS, Search, Tried
 from compresskit.search.proxy import Workshop
 from compresskit.search.workers import Worker
 from compresskit.train.callbacks import StepReport
@@ -255,3 +258,101 @@ def test_global_generators_are_left_as_they_were(size, model, task, tmp_path) ->
     except ck.ModelError:
         assert size == 10
     assert drawn() == wanted
+
+
+def started(finals, *candidates: Candidate) -> None:
+    """As if the uncompressed model had been measured in the runs of candidates."""
+    for candidate, trains in itertools.product(candidates, (True, False)):
+        row = finals.folder(candidate, trains=trains) / "0-start" / "row.json"
+        row.parent.mkdir(parents=True, exist_ok=True)
+        row.write_text("{}")
+
+
+NAN = MetricError("the metric is nan on the validation set")
+
+
+def test_a_finalist_whose_metric_is_not_finite_gives_its_place_to_the_next(finals, told, caplog) -> None:
+    files, _ = told
+    candidates = [tried(WHOLE, 0.1), tried(HALF, 0.2, 500), tried(QUARTER, 0.3, 250)]
+    started(finals, WHOLE, HALF)
+    files |= {(WHOLE, True): NAN, (HALF, True): NAN, (QUARTER, True): figures(0.3, 250)}
+    files |= {(WHOLE, False): NAN, (HALF, False): NAN, (QUARTER, False): figures(0.3, 250)}
+    assert finals.run(candidates, 2) is candidates[2]
+    assert [t.untrainable for t in candidates] == [str(NAN), str(NAN), ""]
+    assert "macs0.5-int8 is no finalist: the metric is nan" in caplog.text
+    assert "macs0.5-int8 is not proved without training: the metric is nan" in caplog.text
+
+
+def test_without_a_training_a_metric_that_is_not_finite_is_of_the_file(finals, told) -> None:
+    files, _ = told
+    finals = replace(finals, train=None)
+    started(finals, WHOLE)
+    files |= {(WHOLE, True): NAN, (HALF, True): figures(0.2, 500)}
+    candidates = [tried(WHOLE, 0.1), tried(HALF, 0.2, 500)]
+    assert finals.run(candidates, 1) is candidates[1]
+    assert (candidates[0].rejected, candidates[0].untrainable) == (str(NAN), "")
+
+
+def test_an_error_of_the_data_of_one_finalist_gives_its_place_to_the_next(finals, told) -> None:
+    files, _ = told
+    started(finals, WHOLE)
+    files |= {(WHOLE, True): ck.DataError("no box is left"), (HALF, True): figures(0.1, 500)}
+    files |= {(WHOLE, False): figures(0.5), (HALF, False): figures(0.5, 500)}
+    candidates = [tried(WHOLE, 0.1), tried(HALF, 0.2, 500)]
+    assert finals.run(candidates, 1) is candidates[1]
+    assert candidates[0].untrainable == "no box is left"
+
+
+@pytest.mark.parametrize(("begun", "runs_until"), [((), 1), ((WHOLE, HALF), 2)], ids=["uncompressed", "the same twice"])
+def test_an_error_of_the_data_that_all_finalists_have_ends_the_search(begun, runs_until, finals, told) -> None:
+    files, runs = told
+    started(finals, *begun)
+    files |= dict.fromkeys([(c, True) for c in (WHOLE, HALF, QUARTER)], ck.DataError("batch 7: a worker died"))
+    with pytest.raises(ck.DataError, match="batch 7: a worker died"):
+        finals.run([tried(WHOLE, 0.1), tried(HALF, 0.2, 500), tried(QUARTER, 0.3, 250)], 3)
+    assert len(runs) == runs_until
+
+
+def constant(parameters):
+    """Makes each training end in a network that gives the same for all samples."""
+    return torch.optim.SGD(parameters, lr=1e-30, weight_decay=1e30)
+
+
+def spread(predictions, targets):
+    return float(accuracy(predictions, targets) / (predictions.std(0).max() > 0))
+
+
+@pytest.mark.usefixtures("by_formula")
+def test_a_search_goes_on_without_a_training_that_makes_the_metric_nan(model, task, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("compresskit.search.explore.first_candidates", lambda **_: [Candidate(macs=0.5, bits="float")])
+    task = replace(task, metric=spread, higher_is_better=True)
+    train = ck.Train(steps=2, optimizer=constant)
+    found = ck.compress(model, task, ck.at_most(bytes="2x"), out=tmp_path / "s", train=train, **{**QUICK, "trials": 1})
+    assert found.chosen.untrained
+    assert "the file without training, which failed: the metric is" in found.reason
+
+
+def ran(candidate: Candidate, drop: float, latency: float, **more) -> Tried:
+    return Tried(candidate=candidate, figures=figures(0.0, latency=latency), trained=figures(drop, latency=latency), **more)
+
+
+def test_the_reason_names_the_files_that_were_passed_over() -> None:
+    whole, half = ran(WHOLE, 0.001, 2.0), ran(HALF, 0.03, 1.0)
+    given_up = Tried(candidate=QUARTER, figures=figures(0.0), stopped=0.5)
+    ceilings = {"drop": 0.01}
+    assert _reason(whole, [whole], ceilings, "latency").endswith("; of 1 that were run as recipes it has the least latency")
+    said = _reason(whole, [half, whole], ceilings, "latency")
+    over = "1 exceeds a ceiling (macs0.5-int8 (latency 1 ms): drop 0.03 > 0.01)"
+    assert said.endswith(f"; of 2 that were run as recipes, {over}; of the others it has the least latency")
+    said = _reason(whole, [half, whole, given_up, given_up], ceilings, "latency")
+    assert f"; of 4 that were run as recipes, 2 were given up and {over}; of the others it has" in said
+
+
+def test_what_no_training_changes_is_not_said_to_be_trained() -> None:
+    network, latency = [Candidate(bits="dynamic"), Candidate(bits="dynamic", macs=0.5), WHOLE], 1.0
+    rows = [ran(candidate, 0.0, latency) for candidate in network]
+    found = Search(
+        budget=ck.at_most(bytes=CEILING), dense=figures(0.0), tried=tuple(rows), chosen=rows[0], reason="", recipe=None,
+        code=None, result=None, noise=0.0,
+    )  # fmt: skip
+    assert [found._line(row, on_curve=False)[SEARCH_COLUMNS.index("trained")] for row in rows] == ["0", "1", "1"]

@@ -190,3 +190,13 @@ def test_the_end_of_the_minutes_is_not_told_where_no_candidate_is_left(finals, c
     finals.seconds = 20
     finals.run(candidates()[:1], 9)
     assert told_of_the_end(caplog) == 0
+
+
+def test_a_trial_is_told_of_its_minutes_between_measurements(monkeypatch) -> None:
+    """What was trained counts where the process is killed before its metric is measured."""
+    monkeypatch.setattr("time.perf_counter", itertools.count(0.0, 4.0).__next__)
+    told: list[float] = []
+    timer = StepTimer(SimpleNamespace(set_user_attr=lambda name, seconds: told.append(seconds)))
+    for _ in range(7):
+        timer.step(SimpleNamespace(stage="1", training="QAT"))
+    assert told == [12.0, 24.0]

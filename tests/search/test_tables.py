@@ -18,7 +18,7 @@ from compresskit.search.explore import in_float
 from compresskit.search.figures import Figures
 from compresskit.search.outcome import Tried
 from compresskit.search.proxy import Workshop
-from compresskit.search.source import SourceWriter
+from compresskit.search.script.source import SourceWriter
 
 
 class Recommender(nn.Module):

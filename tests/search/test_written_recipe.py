@@ -10,13 +10,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import compresskit as ck
 from compresskit.cli import main
 from compresskit.search.candidate import Candidate
-from compresskit.search.source import SCRIPT_TEXT, SourceWriter
+from compresskit.search.options import SearchSettings
+from compresskit.search.script.source import SCRIPT_TEXT, SourceWriter, as_script
 
 QUICK = {"trials": 2, "finalists": 1, "seconds": 0.02}
 pytestmark = pytest.mark.usefixtures("by_formula")
@@ -126,3 +128,26 @@ def test_a_function_named_partial_is_refused_beside_that_of_functools() -> None:
     for given in ((own, functools.partial(torch.optim.SGD)), (functools.partial(own),)):
         with pytest.raises(ck.SettingError, match="partial of .* are both used; rename one of them"):
             SourceWriter().source(given, "here")
+
+
+@pytest.mark.parametrize(
+    ("given", "plain"),
+    [
+        ((np.int64(0), np.int64(1)), (0, 1)),
+        (range(2), (0, 1)),
+        (np.arange(2), (0, 1)),
+        ({0, 1}, (0, 1)),
+        ({"input": {np.int64(0): "batch", np.int64(1): "length"}}, {"input": {0: "batch", 1: "length"}}),
+    ],
+    ids=["numpy", "range", "array", "set", "names"],
+)
+def test_dimensions_of_other_types_are_recorded_as_numbers(given, plain, tmp_path) -> None:
+    """JSON, and a written recipe, have no others."""
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)).eval()
+    settings, recipe = SearchSettings(dynamic=given), ck.Recipe(ck.StaticQuant(), dynamic=given)
+    assert settings.dynamic == recipe.dynamic == plain
+    written = as_script(recipe, title="", name="recipe.py", out="again")
+    assert f"dynamic={plain!r}" in written
+    quantized = ck.quant.quantize_static(net, [torch.randn(2, 5, 4) for _ in range(2)], dynamic=given)
+    ck.save(quantized, tmp_path)
+    assert ck.load(net, tmp_path).dynamic == plain

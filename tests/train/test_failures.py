@@ -128,6 +128,29 @@ def test_a_loss_that_is_not_finite_names_its_cause() -> None:
         ck.Train(epochs=1)(model, picky)
 
 
+def test_a_batch_without_rows_is_named() -> None:
+    """The mean of its loss is NaN, for which a learning rate was blamed."""
+    x, y = torch.randn(8, 4), torch.arange(8) % 3
+    empty = ck.Task(train=[(x, y), (x[:0], y[:0])], val=[(x, y)])
+    with pytest.raises(
+        DataError, match=r"epoch 1, batch 2: wanted one row at least, got tensors of shape \[\(0, 4\), \(0,\)\]; leave"
+    ):
+        ck.Train(epochs=1)(nn.Linear(4, 3), empty)
+    edges = torch.zeros(2, 0, dtype=torch.long)  # a graph without edges has values
+    graphs = ck.Task(train=[{"x": x, "edges": edges, "labels": y}], val=[(x, y)])
+    ck.fit_(_Graph(), graphs, ck.Train(epochs=1))
+
+
+class _Graph(nn.Linear):
+    """Of nodes and their edges, which may be none."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+
+    def forward(self, x, edges):
+        return super().forward(x)
+
+
 class _Pair(nn.Module):
     """Of two inputs."""
 

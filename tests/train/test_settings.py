@@ -234,3 +234,12 @@ def test_a_recipe_takes_the_settings(tmp_path: Path) -> None:
     recipe = ck.Recipe(ck.Train(steps=3, optimizer=SGD, validate_every=1, keep_best=True, param_groups=by_layer))
     recipe.run(network(), TASK, tmp_path / "run")
     assert [stage.action for stage in recipe.plan(network(), TASK, tmp_path / "run").stages] == ["reuse"]
+
+
+def test_arguments_of_fit_that_are_of_another_kind_are_refused() -> None:
+    model, batches = nn.Linear(8, 4), [(torch.randn(4, 8), torch.arange(4))]
+    for settings in ({"epochs": 1}, 1, None):
+        with pytest.raises(SettingError, match=r"fit_\(settings=...\): wanted those of a training, got .*; write ck\.Train"):
+            fit_(model, ck.Task(train=batches), settings)
+    with pytest.raises(SettingError, match="fit_: wanted a Task, got list"):
+        fit_(model, batches, ck.Train(epochs=1))

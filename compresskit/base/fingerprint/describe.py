@@ -28,6 +28,7 @@ from compresskit.base.fingerprint.functions import (
     attributes_of,
     class_members,
     code_record,
+    described_module,
     enclosed_values,
     function_of_library,
     globals_read,
@@ -98,7 +99,7 @@ def short_hash(record: Any, length: int = 16) -> str:
 
 
 def _name(thing: Any) -> str:
-    return f"{thing.__module__}.{thing.__qualname__}"
+    return f"{described_module(str(thing.__module__))}.{thing.__qualname__}"
 
 
 class _Describer:
@@ -170,7 +171,7 @@ class _Describer:
         if isinstance(value, bytes | bytearray):
             return f"bytes {hashlib.sha256(value).hexdigest()[:16]}"
         if isinstance(value, ModuleType):
-            return value.__name__
+            return described_module(value.__name__)
         if isinstance(value, _NO_VALUE):
             return _name(type(value))
         if isinstance(value, weakref.ref):

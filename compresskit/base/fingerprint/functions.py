@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+#: Files that the command line, or a written recipe, runs are modules beneath this one; descriptions call each of them `OF_FILE`,
+#: wherever it is and whatever its name.
+USER_FILES, OF_FILE = "compresskit.search.script.user_file", "<run_path>"
 _INSTALLED = ("site-packages", "dist-packages")
 _OF_NO_EFFECT = frozenset(
     "__dict__ __weakref__ __module__ __qualname__ __doc__ __annotations__ __annotate__ __annotate_func__ __annotations_cache__"
@@ -19,8 +22,14 @@ _OF_NO_EFFECT = frozenset(
 )
 
 
+def described_module(name: str) -> str:
+    """The name of a module in descriptions."""
+    return OF_FILE if name.startswith(f"{USER_FILES}.") else name
+
+
 def of_library(module: str, file: str = "") -> bool:
     """Whether a module is installed, and so told by its name: torch, compresskit, Python's own, and what pip installed."""
+    module = described_module(module)
     root = module.partition(".")[0]
     if root in ("torch", "compresskit", "builtins") or root in sys.stdlib_module_names:
         return True
@@ -70,7 +79,9 @@ def globals_read(function: FunctionType) -> dict[str, Any]:
         if kind == "IMPORT_NAME":
             values |= without_modules(_imported(name, level, entries, package), function.__code__)
         elif name in function.__globals__:
-            values |= without_modules({name: function.__globals__[name]}, function.__code__)
+            value = function.__globals__[name]
+            value = described_module(value) if name == "__name__" else value
+            values |= without_modules({name: value}, function.__code__)
     return dict(sorted(values.items()))
 
 

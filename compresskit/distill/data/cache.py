@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import CheckpointError, DataError, SettingError
-from compresskit.base.files import FORMAT, read_json, write_json
-from compresskit.base.task import Inputs, Task, batch_size
+from compresskit.base.files import FORMAT, absolute_path, check_is_path, read_json, write_json
+from compresskit.base.settings import check_whole_number
+from compresskit.base.task import Inputs, Task, batch_size, check_is_task
 from compresskit.distill.losses.common import check_positive
 from compresskit.distill.losses.top_k import TopK, top_k
 from compresskit.distill.models.teacher import Teacher, TeacherOutputs
@@ -156,12 +157,15 @@ def cache(
         DataError: the cache lacks samples of the first batch, or predictions are not (N, C, ...).
         SettingError: a setting is out of range.
     """
+    check_is_task(task, "cache")
     check_positive("cache", "temperature", temperature)
     if dtype not in STORED:
         raise SettingError(f"cache(dtype=...): wanted torch.float16 or torch.float32, got {dtype}")
-    if views < 1:
-        raise SettingError(f"cache(views=...): wanted a whole number >= 1, got {views}")
-    folder = Path(folder)
+    check_whole_number(views, "cache(views=...)")
+    if top:
+        check_whole_number(top, "cache(top=...)")
+    check_is_path(folder, "cache(folder=...)")
+    given, folder = folder, absolute_path(folder)  # reading data may change the working directory
     source = (teacher if isinstance(teacher, Teacher) else Teacher(teacher)).to(task.device)
     record = {
         "format": FORMAT,
@@ -177,6 +181,7 @@ def cache(
     elif not _write_whole(folder, source, task, record, views):
         return source
     cached = Cached(folder)
+    cached.folder = Path(given)  # as it was written: a run knows its stages by that
     _check_answers(cached, source, task)
     return cached
 

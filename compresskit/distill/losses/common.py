@@ -9,13 +9,25 @@ from compresskit.base.errors import DataError, SettingError
 
 
 def check_positive(where: str, name: str, value: float) -> None:
-    """Raise `SettingError` unless the setting `name` of the function `where` is a positive number."""
-    if not value > 0:
-        raise SettingError(f"{where}({name}=...): wanted a positive number, got {value}")
+    """Raise `SettingError` unless the setting `name` of the function `where` is a positive number, or a tensor of one."""
+    try:
+        positive = bool(value > 0)
+    except (TypeError, ValueError, RuntimeError):  # a text, several numbers
+        positive = False
+    if not positive:
+        raise SettingError(f"{where}({name}=...): wanted a positive number, got {value!r}")
+
+
+def check_tensors(where: str, student: object, teacher: object) -> None:
+    """Raise `DataError` unless both are tensors."""
+    for name, value in (("student", student), ("teacher", teacher)):
+        if not isinstance(value, Tensor):
+            raise DataError(f"{where}: wanted tensors, got {type(value).__name__} of the {name}; write torch.as_tensor(...)")
 
 
 def check_same_shape(where: str, student: Tensor, teacher: Tensor) -> None:
-    """Raise `DataError` unless both tensors have one shape."""
+    """Raise `DataError` unless both are tensors of one shape."""
+    check_tensors(where, student, teacher)
     if student.shape != teacher.shape:
         raise DataError(
             f"{where}: student and teacher must have one shape, got {tuple(student.shape)} and {tuple(teacher.shape)};"
@@ -37,8 +49,9 @@ def check_logits(where: str, student: Tensor, teacher: Tensor, dim: int) -> tupl
 def check_features(where: str, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
     """Check the features (N, ...) of both networks and return them as fp32 (N, D) and (N, E), the teacher's detached.
 
-    Raises `DataError` unless both hold the same number of samples; their widths may differ.
+    Raises `DataError` unless both are tensors that hold the same number of samples; their widths may differ.
     """
+    check_tensors(where, student, teacher)
     if student.ndim < 2 or teacher.ndim < 2 or len(student) != len(teacher):
         raise DataError(f"{where}: wanted features (N, ...) of one batch, got {tuple(student.shape)} and {tuple(teacher.shape)}")
     return student.float().flatten(1), teacher.detach().float().flatten(1)

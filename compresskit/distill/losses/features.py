@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compresskit.base.errors import DataError, SettingError
-from compresskit.distill.losses.common import check_same_shape, unit_norm, weighted_mean
+from compresskit.distill.losses.common import check_same_shape, check_tensors, unit_norm, weighted_mean
 
 
 def hint(student: Tensor, teacher: Tensor, *, weight: Tensor | None = None) -> Tensor:
@@ -36,6 +36,7 @@ def attention_transfer(student: Tensor, teacher: Tensor) -> Tensor:
     Returns: an fp32 scalar.
     Raises: DataError for features that are not (N, C, H, W), or of another batch.
     """
+    check_tensors("attention_transfer", student, teacher)
     for f in (student, teacher):
         if f.ndim != 4:
             raise DataError(f"attention_transfer: wanted features (N, C, H, W), got {tuple(f.shape)}")
@@ -162,6 +163,7 @@ def relation_kl(student: Tensor, teacher: Tensor, *, mask: Tensor | None = None)
     Returns: an fp32 scalar.
     Raises: DataError for shapes that do not fit.
     """
+    check_tensors("relation_kl", student, teacher)
     for v in (student, teacher):
         if v.ndim != 4:
             raise DataError(f"relation_kl: wanted values (N, heads, T, d), got {tuple(v.shape)}")

@@ -19,6 +19,7 @@ def query_key_scores(
     teacher: Sequence[Tensor],
     *,
     heads: int,
+    key_heads: int | None = None,
     loss: Callable[[Tensor, Tensor], Tensor] = attention_scores,
 ) -> Tensor:
     """Compare the attention scores Q K' / sqrt(d) of two layers, before the softmax.
@@ -27,8 +28,11 @@ def query_key_scores(
     eq. 6). Padding counts like words: the scores come from before the mask.
 
     Args:
-        student, teacher: queries and keys of one layer, each (N, T, heads * d); d may differ.
+        student, teacher: queries and keys of one layer, each (N, T, heads * d); d may differ. Keys of grouped-query attention
+            (2305.13245) are (N, T, key_heads * d).
         heads: number of heads of both; MiniLMv2's relation heads may be any number that divides both widths.
+        key_heads: number of heads of keys that are narrower than their queries, a divisor of `heads`; each is compared with
+            `heads / key_heads` queries in turn. It is `num_key_value_heads` of Hugging Face.
         loss: of scores (N, heads, T, T).
 
     Returns: an fp32 scalar.
@@ -38,9 +42,23 @@ def query_key_scores(
     for pair in (student, teacher):
         if isinstance(pair, Tensor) or len(pair) != 2:
             raise DataError("query_key_scores: wanted queries and keys; tap both, such as Term(..., ('attn.query', 'attn.key'))")
-        query, key = (split_heads("query_key_scores", values, heads) for values in pair)
+        query = split_heads("query_key_scores", pair[0], heads)
+        key = _keys_of_queries(pair[1], pair[0].shape[2], heads, key_heads)
         scores.append(query.float() @ key.float().mT / query.shape[-1] ** 0.5)
     return loss(scores[0], scores[1])
+
+
+def _keys_of_queries(keys: Tensor, width: int, heads: int, key_heads: int | None) -> Tensor:
+    """The key of each query, (N, heads, T, d), where several may have one. width: of the queries."""
+    if keys.ndim != 3 or keys.shape[2] == width:
+        return split_heads("query_key_scores", keys, heads)
+    if key_heads is None or key_heads < 1 or heads % key_heads or keys.shape[2] * heads != width * key_heads:
+        raise DataError(
+            f"query_key_scores: queries of width {width} are {heads} heads of {width // heads}; wanted keys with heads of as"
+            f" many, got width {keys.shape[2]} and key_heads={key_heads}; give the number of heads of the keys, a divisor"
+            f" of {heads} (grouped-query attention: num_key_value_heads of Hugging Face)"
+        )
+    return split_heads("query_key_scores", keys, key_heads).repeat_interleave(heads // key_heads, 1)
 
 
 def head_relations(student: Tensor, teacher: Tensor, *, heads: int) -> Tensor:
@@ -50,7 +68,7 @@ def head_relations(student: Tensor, teacher: Tensor, *, heads: int) -> Tensor:
 
     Args:
         student, teacher: (N, T, heads * d), what the layer `value` gives; d may differ.
-        heads: number of heads of both, see `query_key_scores`.
+        heads: number of heads of both, see `query_key_scores`; of values in grouped-query attention, `key_heads`.
 
     Returns: an fp32 scalar.
     Raises: DataError for shapes that do not fit.

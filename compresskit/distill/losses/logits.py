@@ -14,7 +14,14 @@ from torch import Tensor
 
 from compresskit.base.errors import DataError, SettingError
 from compresskit.base.task import IGNORED, check_labels
-from compresskit.distill.losses.common import broadcast_weight, check_logits, check_positive, unit_norm, weighted_mean
+from compresskit.distill.losses.common import (
+    broadcast_weight,
+    check_logits,
+    check_positive,
+    check_tensors,
+    unit_norm,
+    weighted_mean,
+)
 
 
 def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -282,6 +289,7 @@ def match_predictions(student: Tensor, teacher: Tensor, *, temperature: float = 
 
     Returns: an fp32 scalar; the relative error is mean (s - t)^2 / mean t^2.
     """
+    check_tensors("match_predictions", student, teacher)
     if student.ndim >= 2 and student.shape[1] >= 2:
         return soft_targets(student, teacher, temperature=temperature)
     teacher = teacher.detach().float()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from compresskit.base.errors import DataError, ModelError, SettingError
 from compresskit.base.objective import Losses, Objective, bound
+from compresskit.base.packing import Resumable
 from compresskit.base.randomness import fork_rng_state
 from compresskit.base.task import Inputs, Task, call, first_tensor, to_device
 from compresskit.distill.losses.logits import hard_targets
@@ -85,12 +86,15 @@ class PseudoLabel(Objective):
         return replace(self, source=source, task=task, batches=RepeatedLoader(self.unlabelled))
 
     def resume_state(self) -> dict[str, Any]:
-        """Return the position in the unlabelled data."""
-        return bound(self.batches, self).resume_state()
+        """Return the position in the unlabelled data, and the state of the teacher where it has one, as a moving average has."""
+        source = self.source.resume_state() if isinstance(self.source, Resumable) else None
+        return {"batches": bound(self.batches, self).resume_state(), "source": source}
 
     def resume_from_(self, state: Mapping[str, Any]) -> None:
         """Continue from what `resume_state` returned."""
-        bound(self.batches, self).resume_from_(state)
+        bound(self.batches, self).resume_from_(state["batches"])
+        if isinstance(self.source, Resumable):
+            self.source.resume_from_(state["source"])
 
     @property
     def reads_target(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 from compresskit.base.errors import SettingError
 from compresskit.base.inputs import AnyInputs
+from compresskit.base.settings import check_flag, check_timing, check_whole_number
 from compresskit.export.check.benchmark import ask_for_sizes, random_inputs, shared_inputs
 from compresskit.export.check.profile.layers import Profile, profile_layers
 from compresskit.export.check.profile.optimized_graph import (
@@ -111,12 +112,22 @@ def audit(
     Raises ExportError where a file does not load or run; DataError where a file has other inputs; SettingError for a setting out
     of range, or where a dimension besides the batch varies and neither `inputs` nor `size` says how large it is.
     """
+    _check_audited(size, profile, batch, threads, seconds)
     if against is not None and not profile:
         raise SettingError("audit(against=...): a second file is compared by its times; write profile=True, too")
     counted = _count_operators(path, 64 if size is None else size)
     if not profile:
         return counted
     return replace(counted, profile=_profile(path, against, inputs, batch, size, threads, seconds))
+
+
+def _check_audited(size: Any, profile: Any, batch: Any, threads: Any, seconds: Any) -> None:
+    """Raise SettingError for a setting out of range, also where nothing is profiled."""
+    if size is not None:
+        check_whole_number(size, "audit(size=...)")
+    check_flag(profile, "audit(profile=...)")
+    check_whole_number(batch, "audit(batch=...)")
+    check_timing(threads, seconds, "audit(profile=True)")
 
 
 def _count_operators(path: str | Path, size: int) -> Audit:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from compresskit.base.errors import DataError, ExportError, SettingError
+from compresskit.base.settings import as_python, check_timing
 from compresskit.base.task import Inputs
 from compresskit.export.check.runtimes import installed_openvino, openvino_run
 from compresskit.export.files import file_bytes, read_proto
@@ -81,8 +82,7 @@ def benchmark(
     other inputs, or they have no rows; SettingError for a setting out of range, or a batch or a size that a file does not take.
     """
     chosen = _runtimes_to_time(runtimes)
-    if threads < 1 or seconds <= 0:
-        raise SettingError(f"bench: wanted threads >= 1 and seconds > 0, got {threads} and {seconds}")
+    check_timing(threads, seconds, "bench")
     for path in paths:
         open_session(path)
     if inputs is None:
@@ -237,8 +237,8 @@ def random_inputs(path: str | Path, *, batch: int = 1, size: int = 64) -> dict[s
 
     batch, size: size of dimensions that vary: the first, and all others.
     """
-    if batch < 1 or size < 1:
-        raise SettingError(f"random inputs: wanted batch >= 1 and size >= 1, got {batch} and {size}")
+    if any(not isinstance(count := as_python(given), int) or count < 1 for given in (batch, size)):
+        raise SettingError(f"random inputs: wanted batch >= 1 and size >= 1, whole numbers, got {batch!r} and {size!r}")
     generator = torch.Generator().manual_seed(0)
     inputs = {}
     for entry in open_session(path).get_inputs():

@@ -55,7 +55,7 @@ def remark_on_other_sizes(
         return ""  # an index outside of a table ends the process there
     names = {entry.name: entry.shape for entry in sessions[0].get_inputs()}
     held, batch = sizes_by_name(inputs, names)
-    if not held:
+    if not held or 0 in held.values():  # of nothing no other size can be made
         return ""
     few = resized_inputs(inputs, names, {batch: min(held.get(batch, ROWS), ROWS)})
     few = rows_that_run(partial(_arrays_given, model), few, inputs)

@@ -41,8 +41,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from compresskit.base.errors import DataError, ExportError
-from compresskit.base.inputs import AnyInputs, each_inputs
+from compresskit.base.errors import DataError, ExportError, SettingError
+from compresskit.base.files import check_is_path
+from compresskit.base.inputs import AnyInputs, check_has_rows, each_inputs
 from compresskit.base.progress import progress_bar
 from compresskit.base.task import Inputs, batch_size, call, copied_tensors
 from compresskit.export.check.agreement import FEWEST, QUANTIZED_STEPS, Agreement, not_finite_remark, steps_allowed
@@ -56,7 +57,7 @@ from compresskit.export.rewrite.dtypes import least_precise_dtype
 from compresskit.graph.capture import inputs_inside
 from compresskit.graph.quantized import quantized_parts
 from compresskit.graph.replacements import takes_signs
-from compresskit.graph.surgery import copy_model, mode, state_kept
+from compresskit.graph.surgery import check_is_module, copy_model, mode, state_kept
 from compresskit.measure import numpy_inputs, run_session, session
 
 RANDOM = "; the model draws random numbers, of which a file draws its own"
@@ -146,11 +147,11 @@ def verify_onnx(
 
     Returns the agreement with all optimizations and without, and why the file does not pass, if it does not. One more run, on the
     first batch with zeros for all numbers, must give numbers where the model does.
-    Raises ExportError where the file does not load or run; a file that runs and disagrees is reported, not raised.
+    Raises ExportError where the file does not load or run (not where it disagrees), DataError where the first batch has no row.
     """
-    proto = read_proto(path)  # refuses weights outside its folder
+    proto = _checked_proto(path, model, executed)
     others = MachineCheck(path, machines_named(machines))
-    total, batches = len(batches) if isinstance(batches, Sized) else None, each_inputs(batches, "verify_onnx")
+    total, batches = len(batches) if isinstance(batches, Sized) else None, _first_has_rows(each_inputs(batches, "verify_onnx"))
     sessions = _sessions(path, proto)
     model, batches = _batches_inside(model, batches, inside) if inside else (model, batches)
     parts = quantized_parts(model).values()
@@ -184,6 +185,23 @@ def verify_onnx(
         elsewhere=levels.get(f"in {other.record.name}") if other else None,
         other_sizes="" if reason else _warn_of_sizes(path, sized),
     )
+
+
+def _checked_proto(path: Any, model: Any, executed: Any) -> Any:
+    """The file as a protobuf. Raises SettingError and ModelError for arguments of another kind, ExportError as `read_proto`."""
+    check_is_path(path, "verify_onnx(path=...)", "; write verify_onnx(path, model, batches)")
+    check_is_module(model, "verify_onnx")
+    if executed is not None and not callable(executed):
+        raise SettingError(f"verify_onnx(executed=...): wanted a function of the outputs, got {executed!r:.60}")
+    return read_proto(path)  # refuses weights outside its folder
+
+
+def _first_has_rows(batches: Iterable[Inputs]) -> Iterator[Inputs]:
+    """The same batches; DataError where the first, of which other inputs are made, has no rows."""
+    for i, inputs in enumerate(batches):
+        if i == 0:
+            check_has_rows(inputs, "verify_onnx: the first batch")
+        yield inputs
 
 
 def _comparison(model: nn.Module) -> Comparison:

@@ -414,14 +414,23 @@ class MasterWeights:
 
 
 def check_not_in_run(model: nn.Module) -> None:
-    """Refuse a model whose half weights belong to a run that goes on: its masters hold the digits that they lack."""
-    for module in model.modules():
-        earlier = _OF_MODELS.get(module)
-        weights = None if earlier is None else earlier()
-        if weights is not None and weights.half_parameters and not weights.finished:
+    """Refuse a model with half weights that belong to a run that goes on: its masters hold the digits that they lack.
+
+    The run may be of the model, of a part of it, of one that it is a part of, or of one that it shares weights with.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for earlier in list(_OF_MODELS.values()):
+        weights = earlier()
+        if weights is None or weights.finished:
+            continue
+        if taken := next((names[p] for p in weights.half_parameters if p in names and p in weights.names), None):
+            whole = any(module is weights.model for module in model.modules())
+            kind = type(weights.model).__name__
+            what = kind if whole else f"{taken}, a weight of a {kind},"
             raise SettingError(
-                f"prepare: {type(module).__name__} is in a run under {weights.policy.name} already, whose masters hold what its"
-                " half weights do not; call finish() of that run first"
+                f"prepare: {what} is in a run under {weights.policy.name} already, whose masters hold what its half weights do"
+                " not; call finish() of that run first, or, for several optimizers at a time, prepare separate parts of the"
+                " model, each with its own, or train under FP32 or AMP_BF16"
             )
 
 

@@ -1,9 +1,10 @@
-"""Several optimizers on one model: which run's step ends which gradients, and which loss scale they are in."""
+"""Several runs in one training: which run's step ends which gradients, and which loss scale they are in."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from threading import get_ident
 from weakref import WeakSet
 
 import torch
@@ -15,26 +16,41 @@ from compresskit.base.errors import TrainingError
 class GradientOwner:
     """The gradients of one run: of what its optimizer has, and of what no run's optimizer has.
 
-    Those of another run wait for its step. Where it makes none, the next backward pass of any run of the model drops them:
-    otherwise, of two runs that take turns, each would step by both losses.
+    A backward pass of a run may reach the parameters of others: those of the same model, and those of another model that the loss
+    went through, as a generator's loss goes through the discriminator. What it leaves there waits for their step. Where they make
+    none, their next backward pass drops it, as does the next one of the run that left it or of any run of the model: otherwise,
+    of two runs that take turns, each would step by both losses.
 
     others: the runs that go on and share parameters of the model with this one.
     optimized: what the optimizer has.
     pending: whether this run made a backward pass since its last step.
-    left_over: whether a step of another run has left gradients here, of a pass that this run did not make.
+    given: whether a pass of another run gave gradients here, of which no step was made, and none of this run's own waited.
+    givers: those other runs, as long as they go on.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
         self.others: WeakSet[GradientOwner] = WeakSet()
+        self.givers: WeakSet[GradientOwner] = WeakSet()
         self.names: dict[nn.Parameter, str] = {}
         self.optimized: dict[nn.Parameter, str] = {}
-        self.pending = self.left_over = False
-        # Which runs' loss scales the gradients are in, by id, and None for none; kept only where there are others.
+        self.pending = self.given = False
+        # Which runs' loss scales the gradients are in, by id, and None for none; kept only where there are other runs.
         self._scales: set[int | None] = set()
+        self._thread: int | None = None  # that made the last backward pass
         for earlier in [owner for owner in _RUNNING if owner.optimizer is optimizer]:
             earlier.retire()  # prepare was called again
         _RUNNING.add(self)
+
+    @property
+    def left_over(self) -> bool:
+        """Whether other runs have made their steps and left gradients here, of passes that this run did not make."""
+        return self.given and not self.pending and not any(giver.pending for giver in self.givers)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there are gradients that a step is to be made of."""
+        return not self.left_over and any(p.grad is not None for p in self.parameters())
 
     def own(self, optimized: dict[nn.Parameter, str], names: dict[nn.Parameter, str]) -> None:
         """Note which parameters the optimizer and the model have now."""
@@ -43,14 +59,16 @@ class GradientOwner:
             if other is not self and not names.keys().isdisjoint(other.names):
                 self.others.add(other)
                 other.others.add(self)
-                self.left_over |= other.left_over
 
     def retire(self) -> None:
         """End the claim to any gradient."""
         _RUNNING.discard(self)
         for other in self.others:
             other.others.discard(self)
+        for owner in _RUNNING:
+            owner.givers.discard(self)
         self.others.clear()
+        self.givers.clear()
 
     def parameters(self) -> Iterable[nn.Parameter]:
         """The parameters whose gradients are this run's."""
@@ -65,27 +83,36 @@ class GradientOwner:
             parameter.grad = None
 
     def clear_(self) -> None:
-        """Drop this run's gradients, and note that those of the others are left over."""
+        """Drop this run's gradients; what its passes gave the others is left over then."""
         for parameter in self.parameters():
             parameter.grad = None
         self._forget()
-        for other in self.others:
-            other.left_over = not other.pending
 
     @contextmanager
     def backward(self, *, scaled: bool) -> Iterator[None]:
         """Make a backward pass of this run in the block; `scaled` says whether under its loss scale."""
-        if not self.others:
+        self._thread = get_ident()
+        # Trainings in several threads have nothing of one another, and a pass there looks as if it were this one.
+        owners = [self, *(o for o in list(_RUNNING) if o is not self and o._thread in (None, self._thread))]
+        if len(owners) == 1 and not self.given:
             yield
             return
-        owners = [self, *self.others]
+        for owner in owners:
+            if not owner.pending and not owner.given:
+                # Gradients that no pass of a run gave are of a pass that the user made for the run that has the parameters.
+                owner.pending = any(p.grad is not None for p in owner.optimized)
         self._drop_left_over(owners)
         before = {p: _mark(p.grad) for owner in owners for p in owner.optimized}
-        yield
-        self.pending = True
-        for owner in owners:
-            if any(_mark(p.grad) != before[p] for p in owner.optimized):
-                owner._scales.add(id(self) if scaled else None)
+        try:
+            yield
+        finally:  # an error may have left a part of the gradients
+            for owner in owners:
+                if any(_mark(p.grad) != before[p] for p in owner.optimized):
+                    owner._scales.add(id(self) if scaled else None)
+                    if owner is not self:
+                        owner.given = True
+                        owner.givers.add(self)
+            self.pending = True
 
     def check_scale(self) -> None:
         """Refuse to step by gradients in the loss scale of another run, or in several scales."""
@@ -93,21 +120,23 @@ class GradientOwner:
             return
         name = next(iter(self.optimized.values()))
         raise TrainingError(
-            f"step: a backward pass of another run of this model gave {name} gradients in another loss scale than this run's;"
-            " give one optimizer the parameters of both as groups, or train under a policy without a loss scale, such as AMP_BF16"
+            f"step: a backward pass of another run gave {name} gradients in another loss scale than this run's; call backward of"
+            " the run that steps, and its zero_grad() first where the other has not stepped, or give one optimizer the parameters"
+            " of both as groups, or train under a policy without a loss scale, such as AMP_BF16"
         )
 
     def _drop_left_over(self, owners: list[GradientOwner]) -> None:
         waiting = {p for owner in owners if owner.pending for p in owner.optimized}
         for owner in owners:
-            if owner.left_over:
+            if owner.left_over and (owner is self or owner in self.others or self in owner.givers):
                 for parameter in owner.optimized:
                     if parameter not in waiting:
                         parameter.grad = None
                 owner._forget()
 
     def _forget(self) -> None:
-        self.pending = self.left_over = False
+        self.pending = self.given = False
+        self.givers.clear()
         self._scales.clear()
 
 

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from compresskit.base.budget import Budget, check_budget, takes_budget
 from compresskit.base.errors import DataError, ModelError, SettingError
 from compresskit.base.inputs import AnyInputs, as_inputs
+from compresskit.base.settings import check_flag
 from compresskit.base.task import Inputs, Task
 from compresskit.graph.masks import masks_of
 from compresskit.graph.quantized import is_quantized
@@ -81,6 +82,7 @@ def plan_channels(
     """
     limits = Limits(round_to=round_to, minimum=minimum, ratios=ratios)
     _check_settings(budget, limits, criterion, ranking, normalize)
+    check_flag(whole_heads, "plan_channels(whole_heads=...)")
     inputs = as_inputs(example)
     check_prunable(model, inputs, "plan_channels")
 

@@ -46,6 +46,10 @@ class Limits:
         for name, value in (("round_to", self.round_to), ("minimum", self.minimum)):
             if not isinstance(value, int) or value < 1:
                 raise SettingError(f"{where[:-1]}{name}=...): wanted a whole number >= 1, got {value!r}")
+        if not isinstance(self.ratios, Mapping):
+            raise SettingError(
+                f"{where[:-1]}ratios=...): wanted the ratio of each layer, such as {{'conv1': 0.5}}, got {self.ratios!r:.60}"
+            )
         for name, ratio in self.ratios.items():
             if not isinstance(ratio, int | float) or not 0 <= ratio < 1:
                 raise SettingError(

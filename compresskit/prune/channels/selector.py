@@ -205,8 +205,10 @@ def plan_of(found: ChannelAnalysis, total: int, prefix: str) -> Plan:
         count, group.removed = group.removed, 0
         widths.cut(group, count)
         chosen.append(group.scores.argsort()[:count])
-        along = [f"{t.rpartition('.')[0]}[in]" if role == "in" else t.rpartition(".")[0] for t, _, role in group.indices]
-        others = tuple(dict.fromkeys(prefix + a for a in along if a != group.layer))
-        lines.append(PlanLine(layer=prefix + group.layer, size=group.size, keep=group.size - count, dependents=others))
+        holders = [((prefix + tensor).rpartition(".")[0], role) for tensor, _, role in group.indices]
+        makes = prefix + group.layer
+        along = [f"{path or 'the model'}{'[in]' * (role == 'in')}" for path, role in holders if role == "in" or path != makes]
+        others = tuple(dict.fromkeys(along))
+        lines.append(PlanLine(layer=makes, size=group.size, keep=group.size - count, dependents=others))
     settings = {"lines": tuple(lines), "macs": round(widths.macs()), "macs_before": total, "locked": found.locked}
     return assemble_plan(found, chosen, **settings)

@@ -14,40 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from compresskit.base.errors import SettingError
-from compresskit.base.objective import Losses, LossFunction, Objective, as_objective, bound
+from compresskit.base.objective import Losses, LossFunction, Objective, Wrapper, as_objective, bound
 from compresskit.base.task import Task
 from compresskit.graph.surgery import get_tensor, owner
 from compresskit.prune.channels.plan_channels import analyze_channels
 from compresskit.prune.structure.groups import NORM_LAYERS, ChannelGroup
 from compresskit.prune.structure.plan import Plan
 from compresskit.train.objective import Supervised
-
-
-class Wrapper(Objective):
-    """Base of objectives that add a loss to those of `objective`; calls of the training loop are forwarded to it."""
-
-    objective: Objective
-
-    @property
-    def reads_target(self) -> bool:
-        """Whether the inner objective does."""
-        return self.objective.reads_target
-
-    def advance(self, done: float) -> None:
-        """Pass the fraction of the training that is done to the inner objective."""
-        self.objective.advance(done)
-
-    def close(self) -> None:
-        """Close the inner objective."""
-        self.objective.close()
-
-    def resume_state(self) -> Any:
-        """State of the inner objective."""
-        return self.objective.resume_state()
-
-    def resume_from_(self, state: Any) -> None:
-        """Restore the inner objective from `resume_state()`."""
-        self.objective.resume_from_(state)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,8 +22,8 @@ def maskable(model: nn.Module, protect: tuple[str, ...] = (), include: tuple[str
     """Weights that may be masked, by sorted name: of convolutions, linear layers, embeddings, recurrent layers and attention.
 
     protect: dotted names of tensors, or of modules with all that is in them. include: the same, for matrices that are no weights
-    of these layers. A tied weight is there once. Raises SettingError for a name that protects or includes nothing, ModelError for
-    a model that has masks of torch.nn.utils.prune.
+    of these layers. A tied weight is there once. Raises SettingError for a name that protects or includes nothing, and for a text
+    in the place of a tuple of them, ModelError for a model that has masks of torch.nn.utils.prune.
     """
     check_no_torch_masks(model)
     others = matrices(model)
@@ -46,6 +46,9 @@ def maskable(model: nn.Module, protect: tuple[str, ...] = (), include: tuple[str
 
 
 def _check_names(model: nn.Module, setting: str, names: tuple[str, ...]) -> None:
+    if isinstance(names, str) or not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
+        wanted = f"({names!r},)" if isinstance(names, str) else '("layer1", "head")'  # a text is a sequence of letters
+        raise SettingError(f"{setting}=...: wanted dotted names of tensors or modules, such as {wanted}, got {names!r}")
     known = {path for path, _ in model.named_modules()} | {n for n, _ in model.named_parameters(remove_duplicate=False)}
     for name in names:
         if name not in known:
@@ -130,9 +133,12 @@ def _no_layer_weights(model: nn.Module, protect: tuple[str, ...], include: tuple
 
 
 def by_tensor(model: nn.Module, ratios: Mapping[str, float], include: tuple[str, ...] = ()) -> dict[str, float]:
-    """A ratio for each tensor from ratios for tensors or modules; SettingError for a name or ratio that is none."""
+    """A ratio for each tensor from ratios for tensors or modules, the innermost if several hold it.
+
+    SettingError for a name or ratio that is none.
+    """
     found: dict[str, float] = {}
-    for name, ratio in ratios.items():
+    for name, ratio in sorted(ratios.items(), key=lambda entry: len(entry[0])):  # the longest name has the last word
         tensors = [n for n in maskable(model, (), include) if is_inside(n, (name,))]
         if not tensors:
             more = "; name it in include= to mask it" if any(is_inside(n, (name,)) for n in matrices(model)) else ""

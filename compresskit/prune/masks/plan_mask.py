@@ -15,7 +15,7 @@ from compresskit.base.distributed import world_size
 from compresskit.base.errors import SettingError
 from compresskit.base.task import Task
 from compresskit.graph.masks import Masks, masks_of
-from compresskit.prune.allocations import Allocation, counts
+from compresskit.prune.allocations import Allocation, check_allocation, counts
 from compresskit.prune.criteria import WEIGHT_EVIDENCE, Criterion, check_criterion, l2
 from compresskit.prune.masks.maskable import by_tensor, fitting, unmasked_weights
 from compresskit.prune.patterns import UNSTRUCTURED, Pattern, keep_largest
@@ -81,6 +81,7 @@ def plan_mask(
     """
     check_pattern(pattern, "plan_mask")
     check_criterion(criterion, "plan_mask", WEIGHT_EVIDENCE)
+    check_allocation(allocation, "plan_mask")
     ratios = by_tensor(model, allocation, include) if isinstance(allocation, Mapping) else None
     if ratios is not None and (budget is not None or pattern.fixed is not None):
         raise SettingError("plan_mask(allocation=...): a ratio for each layer leaves no room for budget= and N:M patterns")
@@ -93,7 +94,7 @@ def plan_mask(
     old = masks_of(model)
     before = {} if old is None else {n: m.to(weights[n].device) for n, m in old.masks.items() if n in weights}
     scores = without(scores, before, pattern)
-    if ratios is None and callable(allocation):
+    if allocation is not None and not isinstance(allocation, Mapping):
         ratios = allocation(weights, ratio)
     kept = keep_best(scores, ratio, pattern, ratios, unit_sizes(scores, weights))
     _check_monotone(scores, kept)

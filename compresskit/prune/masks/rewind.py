@@ -22,7 +22,7 @@ from compresskit.base.settings import check_field_types
 from compresskit.base.stage import Stage
 from compresskit.base.task import Task
 from compresskit.graph.masks import Masks
-from compresskit.prune.allocations import Allocation
+from compresskit.prune.allocations import Allocation, check_allocation
 from compresskit.prune.criteria import WEIGHT_EVIDENCE, Criterion, check_criterion, l2
 from compresskit.prune.masks.plan_mask import MASK_QUANTITIES, check_pattern, plan_mask, removed_fraction
 from compresskit.prune.patterns import UNSTRUCTURED, Pattern
@@ -109,6 +109,7 @@ class LotteryTicket(Budgeted, Stage):
     def __post_init__(self) -> None:
         check_field_types(self)
         check_pattern(self.pattern, "LotteryTicket")
+        check_allocation(self.allocation, "LotteryTicket")
         check_criterion(self.criterion, "LotteryTicket", WEIGHT_EVIDENCE)
         removed_fraction(self.budget, self.pattern, "LotteryTicket")
         if not isinstance(self.train, Train):

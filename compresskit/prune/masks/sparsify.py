@@ -19,7 +19,7 @@ from compresskit.base.stage import Stage
 from compresskit.base.task import Task
 from compresskit.graph.masks import Masks, detach_masks_, masks_of
 from compresskit.graph.surgery import frozen_copy
-from compresskit.prune.allocations import Allocation
+from compresskit.prune.allocations import Allocation, check_allocation
 from compresskit.prune.criteria import EVIDENCE, WEIGHT_EVIDENCE, Criterion, check_criterion, l2, needs_of
 from compresskit.prune.masks.gradual import GradualMasks
 from compresskit.prune.masks.maskable import by_tensor, fitting, maskable, unmasked_weights
@@ -75,6 +75,7 @@ class Sparsify(Budgeted, Stage):
     def __post_init__(self) -> None:
         check_field_types(self)
         check_pattern(self.pattern, "Sparsify")
+        check_allocation(self.allocation, "Sparsify")
         if isinstance(self.allocation, Mapping):
             if self.budget is not None or self.pattern.fixed is not None:
                 raise SettingError(
@@ -191,7 +192,7 @@ class Sparsify(Budgeted, Stage):
             schedule=self.schedule,
             ratio=self._ratio(),
             ratios=None if ratios is None else {name: ratios[name] for name in names},
-            allocation=self.allocation if callable(self.allocation) else None,
+            allocation=None if isinstance(self.allocation, Mapping) else self.allocation,
             until=self.until,
             updates=self.updates,
             swap=self.regrow,

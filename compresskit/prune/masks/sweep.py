@@ -24,13 +24,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from compresskit.base.budget import remove
-from compresskit.base.errors import CheckpointError, ModelError, SettingError
-from compresskit.base.files import FORMAT, read_json, read_tensors, write_json, write_tensors
-from compresskit.base.fingerprint import describe, describe_by_value
+from compresskit.base.errors import CheckpointError, ModelError, SettingError, first_line
+from compresskit.base.files import FORMAT, read_json, read_tensors, unwritable, write_json, write_tensors
+from compresskit.base.fingerprint import describe, describe_by_value, describe_task
 from compresskit.base.randomness import generators_kept, seed_generators_
 from compresskit.base.stage import Stage
-from compresskit.base.task import Task
-from compresskit.graph.surgery import copy_model
+from compresskit.base.task import Task, check_is_task
+from compresskit.graph.surgery import check_is_module, copy_model
 from compresskit.measure import evaluate
 from compresskit.prune.channels.prune import Prune
 from compresskit.prune.masks.rewind import Rewind
@@ -159,6 +159,7 @@ class SweepSettings:
     finetune: Train | None
     rewind: Rewind
     trained: bool
+    seeds: tuple[int, ...]
 
     def __post_init__(self) -> None:
         for name, value in (("train", self.train), ("finetune", self.finetune)):
@@ -173,6 +174,8 @@ class SweepSettings:
                 f"sweep(methods=...): {Retraining.REWIND_WEIGHTS.value!r} goes back to a point of a training that sweep makes"
                 " itself; give an untrained model and trained=False, or leave this method out"
             )
+        if not self.seeds:
+            raise SettingError("sweep(seeds=...): wanted at least one whole number")
         for ratio in self.ratios:
             stage = self.at(ratio) if ratio else None
             if stage is not None and not isinstance(stage, Sparsify | Prune):
@@ -214,7 +217,8 @@ def sweep(
 
     Args:
         model: a float model, untrained unless `trained`.
-        task: data, loss and metric; `val` is what the points are measured on.
+        task: data, loss and metric; `val` is what the points are measured on. Trainings that imitate `Task.reference` imitate the
+            one that is given; without one, those of the points imitate the dense network.
         train: the training of the dense network. Rewinding runs the rest of its schedule over as many epochs.
         ratios: the fractions to remove, in [0, 1).
         methods: of "none", "fine-tuning", "learning-rate rewinding" and "weight rewinding"; None for all that the other settings
@@ -229,7 +233,8 @@ def sweep(
 
     Raises:
         SettingError: a setting is out of range.
-        CheckpointError: `out` holds a sweep of other settings, data or another model.
+        DataError: there is no validation batch, or their number is not known.
+        CheckpointError: `out` cannot be written, or holds a sweep of other settings, task, model, or version of compresskit.
         ModelError: no fraction at all can be removed.
     """
     chosen = _methods(methods, finetune=finetune, trained=trained)
@@ -241,10 +246,9 @@ def sweep(
         finetune=finetune,
         rewind=Rewind(to=rewind_to),
         trained=trained,
+        seeds=tuple(seeds),
     )
-    if not seeds:
-        raise SettingError("sweep(seeds=...): wanted at least one whole number")
-    store = _Store(None if out is None else Path(out), {} if out is None else _depends_on(model, task, settings))
+    store = _open_store(out, model, task, settings)
     with generators_kept():
         for seed in seeds:
             _fill_(store, model, task, settings, seed)
@@ -278,15 +282,24 @@ def _methods(methods: Sequence[str] | None, *, finetune: Train | None, trained: 
     return tuple(Retraining(method) for method in methods)
 
 
+def _open_store(out: str | Path | None, model: nn.Module, task: Task, settings: SweepSettings) -> _Store:
+    """The store of a sweep, after a look at what is measured and where it is kept."""
+    check_is_module(model, "sweep")
+    check_is_task(task, "sweep")
+    task.length("val")  # raises where it is missing
+    if out is None:
+        return _Store(None, {})
+    return _Store(Path(out).absolute(), _depends_on(model, task, settings))  # the data may change the working directory
+
+
 def _depends_on(model: nn.Module, task: Task, settings: SweepSettings) -> dict[str, Any]:
     """What the points of a folder depend on, besides their fraction, method and seed."""
-    data = {name: describe_by_value(task.batches(name), name, data=True).record for name in ("train", "val")}
     chosen = {"train": settings.train, "at": settings.at, "finetune": settings.finetune, "rewind": settings.rewind.to}
-    rest = {"trained": settings.trained, "loss": task.loss, "metric": task.metric}
-    rest |= {"predict": task.predict, "target": task.target}
+    chosen |= {"trained": settings.trained}
+    parts = {f"Task({name}=...)": part.record for name, part in describe_task(task).items()}
     # By value, as a recipe's: a state dict has no buffer that is not persistent, and does not say which parameters are frozen.
     described = [describe_by_value(model, "model", modes=False).record, given_modes(model)]
-    return {"model": described, "data": data, **{name: describe(value) for name, value in (chosen | rest).items()}}
+    return {"model": described, **parts, **{name: describe(value) for name, value in chosen.items()}}
 
 
 def _dense_network(
@@ -296,11 +309,10 @@ def _dense_network(
     network = copy_model(model).to(task.device)
     if settings.trained:
         return network.eval(), {}
-    if (stored := store.read_network(seed)) is not None:
-        weights, early = stored
-        return rewind_(network, weights).eval(), early
+    if (stored := store.read_network_(network, seed)) is not None:
+        return network.eval(), stored
     seed_generators_(seed, task.train)
-    early = {}
+    early: dict[str, Tensor] = {}
     settings.train(network, replace(task, snapshots={settings.rewind.to: early}, progress=None))
     store.write_network(seed, network.state_dict(), early)
     return network, early
@@ -316,7 +328,8 @@ def _point(
     seed: int,
 ) -> SweepPoint:
     seed_generators_(seed, task.train)
-    own = replace(task, reference=network, progress=None, snapshots={settings.rewind.to: early} if early else None)
+    teacher = network if task.reference is None else task.reference
+    own = replace(task, reference=teacher, progress=None, snapshots={settings.rewind.to: early} if early else None)
     stage = settings.stage(method, ratio)
     start = copy_model(network)
     if method is Retraining.REWIND_WEIGHTS and not ratio:
@@ -335,14 +348,22 @@ class _Store:
         self.folder, self.key = folder, key
         self.dense: dict[int, float] = {}
         self.points: dict[tuple[str, float, int], SweepPoint] = {}
-        if folder is None or not (folder / "sweep.json").exists():
+        if folder is None:
+            return
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(unwritable(folder, error)) from None
+        if not (folder / "sweep.json").exists():
             return
         record = read_json(folder / "sweep.json", "a sweep")
-        stored = record.get("key")
-        if stored != json.loads(json.dumps(key)):
-            other = [
-                name for name in key if not isinstance(stored, dict) or stored.get(name) != json.loads(json.dumps(key[name]))
-            ]
+        stored, mine = record.get("key"), json.loads(json.dumps(key))
+        if not isinstance(stored, dict) or stored.keys() != mine.keys():
+            raise CheckpointError(
+                f"{folder}: it holds a sweep of another version of compresskit, which does not say whether its settings and its"
+                " task are these; choose another out=, or delete the folder"
+            )
+        if other := [name for name in mine if stored[name] != mine[name]]:
             raise CheckpointError(
                 f"{folder}: it holds a sweep with other {', '.join(other)}; choose another out=, or delete the folder"
             )
@@ -368,15 +389,21 @@ class _Store:
             found = Sweep(dense=self.dense, points=tuple(self.points.values()))
             write_json(self.folder / "sweep.json", found.to_json() | {"key": self.key})
 
-    def read_network(self, seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
+    def read_network_(self, network: nn.Module, seed: int) -> dict[str, Tensor] | None:
+        """Give a network the stored weights of a seed, and return those to which rewinding goes; None where there are none."""
         files = [] if self.folder is None else [self.folder / f"{name}-{seed}.safetensors" for name in ("dense", "early")]
         if not files or not all(file.exists() for file in files):
             return None
         dense, early = (read_tensors(file)[0] for file in files)
-        return dense, early
+        try:
+            network.load_state_dict(dense)  # not rewind_: a state dict has a tied weight under each of its names
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"{files[0]}: the weights are of another model ({first_line(error)}); delete the folder, or choose another out="
+            ) from None
+        return early
 
     def write_network(self, seed: int, dense: dict[str, Tensor], early: dict[str, Tensor]) -> None:
         if self.folder is not None:
-            self.folder.mkdir(parents=True, exist_ok=True)
             write_tensors(self.folder / f"early-{seed}.safetensors", early)
             write_tensors(self.folder / f"dense-{seed}.safetensors", dense)

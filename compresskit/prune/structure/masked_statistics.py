@@ -1,20 +1,25 @@
 """Run the zeroed model of a proof as if the zeroed channels were not there, where code takes statistics over channels.
 
 A layer norm over channels, and a mean over the inputs of a standardized weight, are taken over the channels that stay. Values
-that are computed from weights are zero where a weight is, whatever the formula makes of zeros.
+that are computed from weights are zero where a weight is, whatever the formula makes of zeros. Where the code divides by a
+parameter or buffer, zeros would make everything NaN: `DivisorSearch` finds those tensors.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
 
-from compresskit.graph.normalize import aten
+from compresskit.graph.normalize import aten, usual_operator
+from compresskit.graph.surgery import get_tensor
 from compresskit.prune.structure.groups import ChannelAnalysis
 from compresskit.prune.structure.plan import Plan
 
@@ -118,3 +123,54 @@ def _selected_arguments(func: Any, x: Tensor, args: Any, keep: Tensor, dim: int)
         shape[own_dim] = len(keep)
         others[0] = shape
     return [v.index_select(own_dim, keep) if isinstance(v, Tensor) else v for v in others]
+
+
+class DivisorSearch(TorchDispatchMode):
+    """Finds the tensors of a zeroed model by whose zeros it divides, or whose logarithm or negative power it takes: `names`.
+
+    An entry-by-entry operator whose result is not finite is run again with ones in the place of the zeros of one operand. Where
+    more of the result is finite then, the parameters and buffers that the operand was computed from are such tensors. So that the
+    search goes on behind it, its result gets zeros where it is not finite.
+    """
+
+    def __init__(self, zeroed: nn.Module, plan: Plan) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: set[str] = set()
+        self._origins: Any = WeakIdKeyDictionary()  # tensor -> names of the zeroed tensors that it is computed from
+        same: dict[int, set[str]] = defaultdict(set)
+        for name in plan.remove:  # a tied tensor has several names, each of which would zero it
+            tensor = get_tensor(zeroed, name)
+            same[id(tensor)].add(name)
+            self._origins[tensor] = same[id(tensor)]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        leaves = pytree.tree_leaves((args, kwargs))
+        origins = [self._origins.get(v, set()) for v in leaves if isinstance(v, Tensor)]
+        entrywise = torch.Tag.pointwise in usual_operator(func).tags
+        with _disable_current_modes():  # one of them counts the operators of the model
+            copies = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs)) if entrywise and any(origins) else None
+        result = func(*args, **kwargs)
+        if copies is not None and isinstance(result, Tensor) and not bool(result.isfinite().all()):
+            with _disable_current_modes():
+                if found := list(self._behind_zeros(func, leaves, copies, result)):
+                    self.names.update(*found)
+                    result.nan_to_num_(0, 0, 0)
+        if any(origins) and (entrywise or all(origins)):
+            for value in pytree.tree_leaves(result):
+                if isinstance(value, Tensor):
+                    self._origins[value] = set().union(*origins)
+        return result
+
+    def _behind_zeros(self, func: Any, leaves: list[Any], copies: Any, result: Tensor) -> Iterator[set[str]]:
+        """The origins of each operand whose zeros make a part of the result of an operator not finite."""
+        values, structure = pytree.tree_flatten(copies)
+        count = int(result.isfinite().sum())
+        for position, (given, value) in enumerate(zip(leaves, values, strict=True)):
+            if not isinstance(given, Tensor) or not (names := self._origins.get(given)) or bool((value != 0).all()):
+                continue
+            tried = [v.clone() if isinstance(v, Tensor) else v for v in values]
+            tried[position] = value.masked_fill(value == 0, 1)
+            args, kwargs = pytree.tree_unflatten(tried, structure)
+            if int(func(*args, **kwargs).isfinite().sum()) > count:
+                yield names

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +37,8 @@ _CHANGES = ("remove", "sizes", "attributes", "scales")
 class PlanLine:
     """What a plan does to one group of channels.
 
-    layer: the layer that makes the channels. size, keep: how many there are, and how many stay.
+    layer: the layer that makes the channels; "" where a parameter of the model itself does. size, keep: how many there are, and
+        how many stay.
     dependents: the other layers that change with it; "[in]" marks those that read the channels.
     """
 
@@ -74,7 +75,7 @@ class Plan:
             f"; {self.note}" if self.note else ""
         )
         rows = [
-            f"  {line.layer}: keep {line.keep} of {line.size}"
+            f"  {line.layer or 'the model'}: keep {line.keep} of {line.size}"
             + (f", with {', '.join(_shortened(line.dependents))}" if line.dependents else "")
             for line in self.lines
         ]
@@ -296,11 +297,16 @@ def as_plan_value(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def zero_(model: nn.Module, plan: Plan) -> nn.Module:
-    """Set every value to zero that the plan would remove, in place, and return the model: the pruned model must equal it."""
+def zero_(model: nn.Module, plan: Plan, left: Collection[str] = ()) -> nn.Module:
+    """Set every value to zero that the plan would remove, in place, and return the model: the pruned model must equal it.
+
+    left: names of tensors that keep their values, since zeros in them are not neutral: what the model divides by.
+    """
     _keep_weight_norms_(model, plan)
     with torch.no_grad():
         for name, dims in plan.remove.items():
+            if name in left:
+                continue
             for dim, removed in dims.items():
                 values = get_tensor(model, name)
                 values.index_fill_(dim, torch.tensor(removed, device=values.device), 0)

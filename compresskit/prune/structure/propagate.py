@@ -12,15 +12,18 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from compresskit.graph.normalize import Node, usual_operator
+from compresskit.graph.normalize import Node, aten, usual_operator
 from compresskit.prune.structure.channel_sets import fixed_labels, varying_dims
 from compresskit.prune.structure.rules import PROPAGATION_RULES
 from compresskit.prune.structure.rules.arithmetic import join_broadcast, rule_elementwise
-from compresskit.prune.structure.rules.base import ChannelPropagation, OperatorCall, RuleResult, tensor_leaves
+from compresskit.prune.structure.rules.base import ChannelPropagation, OperatorCall, RuleResult, operator_name, tensor_leaves
 from compresskit.prune.structure.rules.parameter_view import ParameterView
 from compresskit.prune.structure.trace import Trace
 
 log = logging.getLogger(__name__)
+
+#: Operators that run whatever the width of what they read: of no value, of all of them, or of the first ones.
+_ANY_WIDTH = frozenset("slice detach clone alias contiguous squeeze unsqueeze flatten permute transpose".split())
 
 #: What a rule raises where an operator is called in a way that it does not know. A mistake in a rule raises the same.
 RULE_FAILURES: tuple[type[Exception], ...] = (RuntimeError, LookupError, TypeError, ValueError, AttributeError)
@@ -34,6 +37,9 @@ def propagate(trace: Trace) -> ChannelPropagation:
         state.shapes, state.main_run = run.shapes, False
         _propagate_run(state, run)
     state.drop_axes_without_channels()
+    for axis in [*state.sets.axes]:
+        for copy in (name for name, read in trace.copies.items() if read == axis.tensor):
+            state.sets.add_axis(copy, axis.dim, axis.labels, axis.role)
     for axis in state.sets.axes:
         if axis.tensor in state.locked_tensors:
             state.sets.lock(axis.labels, state.locked_tensors[axis.tensor])
@@ -42,10 +48,15 @@ def propagate(trace: Trace) -> ChannelPropagation:
 
 def _propagate_run(state: ChannelPropagation, run: Trace) -> None:
     values: dict[Node, Any] = {}
-    unread = _unread_widths(state.trace)
+    unread, idle = _unread_widths(state.trace), _idle_nodes(run.graph)
     last_use = {a: node for node in run.graph.nodes for a in node.all_input_nodes}
     for node in run.graph.nodes:
-        values[node] = value = _propagate_node(state, node, values)
+        if node in idle:
+            state.calls[node.target] += 1  # cuts are found again by the number of their call
+            value = None
+        else:
+            value = _propagate_node(state, node, values)
+        values[node] = value
         if node.op == "get_attr" or (node.op == "call_function" and state.data_free.issuperset(node.all_input_nodes)):
             state.data_free.add(node)
         if unread and isinstance(value, Tensor):
@@ -53,6 +64,24 @@ def _propagate_run(state: ChannelPropagation, run: Trace) -> None:
         for used in node.all_input_nodes:
             if last_use[used] is node:
                 del values[used]
+
+
+def _idle_nodes(graph: fx.Graph) -> set[Node]:
+    """Nodes that no other node reads, and that run at any width: the code takes the shape of `x[:, :, -1]`, and no value of it.
+
+    Others that are not read stay: their weights are cut with the channels, and the sizes that their code gives follow.
+    """
+    idle: set[Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and _runs_at_any_width(node) and idle.issuperset(node.users):
+            idle.add(node)
+    return idle
+
+
+def _runs_at_any_width(node: Node) -> bool:
+    if node.target is aten.select.int:
+        return node.args[2] in (0, -1)
+    return operator_name(node.target) in _ANY_WIDTH
 
 
 def _unread_widths(trace: Trace) -> dict[tuple[int, bool], str]:

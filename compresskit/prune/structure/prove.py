@@ -2,12 +2,15 @@
 
 Where a normalisation mixes channels (LayerNorm, GroupNorm, a mean over channels), zeros would count in its statistics, while
 channels that are removed do not. There the zeroed model takes its statistics over the channels that stay (`MaskedStatistics`).
+What the model divides by keeps its values there (`DivisorSearch`): 0 / 0 would say nothing, and 0 / g is 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,7 +26,7 @@ from compresskit.graph.surgery import copy_model, mode
 from compresskit.prune.evidence import watched_calls
 from compresskit.prune.structure.cuts import CutRecorder
 from compresskit.prune.structure.groups import ChannelAnalysis, find_groups
-from compresskit.prune.structure.masked_statistics import MaskedStatistics, ZeroedMasks, removed_sets, zeroed_masks
+from compresskit.prune.structure.masked_statistics import DivisorSearch, MaskedStatistics, ZeroedMasks, removed_sets, zeroed_masks
 from compresskit.prune.structure.plan import Plan, apply_, zero_
 from compresskit.prune.structure.propagate import propagate
 from compresskit.prune.structure.repeatable import repeatable, varied_inputs, vary_constants_
@@ -35,6 +38,10 @@ LARGE_MODEL = 150_000_000  # parameters above which the proof runs in float32, s
 SINGLE_SAMPLE_MODEL = 30_000_000  # parameters above which one sample has to do, where the model takes one
 PROOF_ROWS = 8  # of a larger batch, where the model takes so few: more rows run through the same channels
 MOST_INNER_VALUES = 2**16  # of a call of a layer inside the model that are compared, at random places
+ZEROS_NOT_FINITE = (
+    "with the removed channels at zero no output of the model is finite (a division by them, or their logarithm), so that nothing"
+    " can be compared"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,14 +84,13 @@ def check_plan(model: nn.Module, plan: Plan, example: Inputs, analysis: ChannelA
     if (size >= SINGLE_SAMPLE_MODEL or _has_more_rows(example, rows)) and _runs(model, first_rows(example, rows)):
         example = first_rows(example, rows)
     if size < LARGE_MODEL:
-        wide = copy_model(model).double().eval()
-        try:
-            with torch.random.fork_rng():
-                return _compare_copies(wide, model, plan, _to_float64(example), masks, FLOAT64_TOLERANCE)
-        except _NotInFloat64:
-            del wide
-    with torch.random.fork_rng():
-        return _compare_copies(copy_model(model).eval(), model, plan, example, masks, FLOAT32_TOLERANCE)
+        with suppress(_DoesNotRun), torch.random.fork_rng():
+            return _compare_copies(model, plan, _to_float64(example), masks, FLOAT64_TOLERANCE)
+    try:
+        with torch.random.fork_rng():
+            return _compare_copies(model, plan, example, masks, FLOAT32_TOLERANCE)
+    except _DoesNotRun as error:
+        return Failure(reason=str(error))
 
 
 def try_pruned_copy(model: nn.Module, plan: Plan, example: Inputs, analysis: ChannelAnalysis | None = None) -> Failure | None:
@@ -129,31 +135,18 @@ def _runs(model: nn.Module, example: Inputs) -> bool:
     return True
 
 
-class _NotInFloat64(Exception):
-    pass
+class _DoesNotRun(Exception):
+    """The zeroed model does not run, perhaps in float64 alone."""
 
 
-def _compare_copies(
-    zeroed: nn.Module, model: nn.Module, plan: Plan, example: Inputs, masks: ZeroedMasks, tolerance: float
-) -> Failure | None:
+def _compare_copies(model: nn.Module, plan: Plan, example: Inputs, masks: ZeroedMasks, tolerance: float) -> Failure | None:
     """Zero a copy and run it, then prune it and run it again, in eval and in train mode; `model` is the dense model."""
-    unchanged = [n for n, m in zeroed.named_modules() if _keeps_outputs(n, m, plan)]
-    vary_constants_(zeroed)
-    zero_(zeroed, plan)
-    statistics = MaskedStatistics(masks)
-    try:
-        inputs = varied_inputs(example)
-        if inputs is not example and not _runs(zeroed, inputs):
-            inputs = example
-        with torch.inference_mode(), repeatable(zeroed), statistics:
-            expected = _run(zeroed, inputs, unchanged)
-    except Exception as error:
-        if tolerance == FLOAT64_TOLERANCE:
-            raise _NotInFloat64 from None
-        return Failure(reason=f"the model does not run with zeros: {named_first_line(error)}")
+    wide = tolerance == FLOAT64_TOLERANCE
+    unchanged = [n for n, m in model.named_modules() if _keeps_outputs(n, m, plan)]
+    zeroed, inputs, expected = _run_zeroed(model, plan, example, masks, unchanged, wide=wide)
     if expected.says_nothing():
-        return Failure(reason=NOTHING_FINITE)
-    training = _training_run(zeroed, inputs, statistics)
+        return Failure(reason=_why_nothing_is_finite(model, inputs, wide=wide))
+    training = _training_run(zeroed, inputs, masks, expected.calls)
     pruned = apply_(zeroed, plan)
     paths = [""]
     try:
@@ -176,6 +169,48 @@ def _compare_copies(
     return None if failure is None else replace(failure, reason=f"in train mode {failure.reason}")
 
 
+def _run_zeroed(
+    model: nn.Module, plan: Plan, example: Inputs, masks: ZeroedMasks, unchanged: Iterable[str], *, wide: bool
+) -> tuple[nn.Module, Inputs, _Run]:
+    """A zeroed copy of a model in eval mode, the inputs that it takes, and what it gives; raises `_DoesNotRun`.
+
+    Where that is not finite, what the model divides by keeps its values. The pruned model must then give what the model gives
+    with all else at zero: a channel whose layer gives zeros, or is read by zeros, does not depend on its divisor.
+    """
+    left: Collection[str] = ()
+    while True:
+        zeroed = copy_model(model).double().eval() if wide else copy_model(model).eval()
+        vary_constants_(zeroed)
+        zero_(zeroed, plan, left)
+        try:
+            inputs = varied_inputs(example)
+            if inputs is not example and not _runs(zeroed, inputs):
+                inputs = example
+            with torch.inference_mode(), repeatable(zeroed), MaskedStatistics(masks) as statistics:
+                expected = _run(zeroed, inputs, unchanged)
+            if left or expected.is_finite() or not (left := _divisors(zeroed, plan, inputs, masks)):
+                return zeroed, inputs, replace(expected, calls=statistics.calls)
+        except Exception as error:
+            raise _DoesNotRun(f"the model does not run with zeros: {named_first_line(error)}") from None
+        del zeroed  # so that there is one copy in memory
+
+
+def _divisors(zeroed: nn.Module, plan: Plan, inputs: Inputs, masks: ZeroedMasks) -> set[str]:
+    """Names of the tensors by whose zeros a zeroed model divides."""
+    search = DivisorSearch(zeroed, plan)
+    with torch.inference_mode(), repeatable(zeroed), MaskedStatistics(masks), search:
+        call(zeroed, inputs)
+    return search.names
+
+
+def _why_nothing_is_finite(model: nn.Module, inputs: Inputs, *, wide: bool) -> str:
+    """Why a zeroed copy, none of whose outputs is finite, proves nothing: because of the zeros, or as the model itself."""
+    dense = copy_model(model).double().eval() if wide else model
+    with torch.inference_mode(), mode(dense, training=False), repeatable(dense):
+        finite = any_finite(_float_tensors(call(dense, inputs)))
+    return ZEROS_NOT_FINITE if finite else NOTHING_FINITE
+
+
 @dataclass(frozen=True, kw_only=True)
 class _TrainingRun:
     """A run in train mode. comparable: whether it takes its statistics over channels where eval mode does."""
@@ -185,16 +220,19 @@ class _TrainingRun:
     comparable: bool
 
 
-def _training_run(zeroed: nn.Module, example: Inputs, eval_statistics: MaskedStatistics) -> _TrainingRun | None:
-    """Run the zeroed model in train mode; None where that needs more than inputs, such as targets."""
+def _training_run(zeroed: nn.Module, example: Inputs, masks: ZeroedMasks, eval_calls: Counter[Any]) -> _TrainingRun | None:
+    """Run the zeroed model in train mode; None where that needs more than inputs, such as targets.
+
+    eval_calls: how often each operator was called in eval mode.
+    """
     for inputs in (first_rows(example, 1), first_rows(example, 2), repeat_rows(example), example):  # BatchNorm may need more
-        statistics = MaskedStatistics(eval_statistics.masks)
+        statistics = MaskedStatistics(masks)
         try:
             with torch.inference_mode(), mode(zeroed, training=True), repeatable(zeroed), statistics:
                 outputs = _float_tensors(call(zeroed, inputs))
         except Exception:
             continue
-        comparable = all(statistics.calls[target] == eval_statistics.calls[target] for target in statistics.masks.targets)
+        comparable = all(statistics.calls[target] == eval_calls[target] for target in masks.targets)
         return _TrainingRun(inputs=inputs, outputs=outputs, comparable=comparable)
     return None
 
@@ -208,15 +246,28 @@ def _keeps_outputs(name: str, module: nn.Module, plan: Plan) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """What a model gave. inner: (path, shape, some of the values) of each call of the layers that keep all their outputs."""
+    """What a model gave.
+
+    inner: (path, shape, some of the values) of each call of the layers that keep all their outputs.
+    calls: how often each operator was called, where they were counted.
+    """
 
     outputs: list[Tensor]
     inner: list[tuple[str, torch.Size, Tensor]]
+    calls: Counter[Any] = field(default_factory=Counter)
+
+    @property
+    def values(self) -> list[Tensor]:
+        """All of them."""
+        return [*self.outputs, *(v for _, _, v in self.inner)]
+
+    def is_finite(self) -> bool:
+        """Whether all values are finite."""
+        return all(bool(v.isfinite().all()) for v in self.values)
 
     def says_nothing(self) -> bool:
         """Whether there are values, and none of them is finite."""
-        values = [*self.outputs, *(v for _, _, v in self.inner)]
-        return any(v.numel() for v in values) and not any_finite(values)
+        return any(v.numel() for v in self.values) and not any_finite(self.values)
 
 
 def _run(model: nn.Module, example: Inputs, unchanged: Iterable[str]) -> _Run:

@@ -8,7 +8,7 @@ every input, because every plan is proved on the model itself before it is retur
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -51,6 +51,7 @@ class Trace:
     example: the inputs, two samples where the model takes so few. shapes: shape of every node whose value is a tensor.
     other_runs: the same in train mode and on other inputs, where one run in eval mode does not read all tensors.
     unread: parameters and buffers that no run has read, and their shapes; on other inputs the model may read them.
+    copies: buffers that no run has read -> the buffer that was read and has the same values; they are not in `unread`.
     """
 
     graph: fx.Graph
@@ -60,6 +61,7 @@ class Trace:
     shapes: dict[str, tuple[int, ...]] = field(repr=False)
     other_runs: tuple[Trace, ...] = ()
     unread: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    copies: dict[str, str] = field(default_factory=dict)
 
     @property
     def name_prefix(self) -> str:
@@ -92,12 +94,13 @@ def trace_model(model: nn.Module, example: Inputs, *, inside: str | None = None)
         raise
     others = [(True, repeat_rows(trace.example)), (False, example), (False, _negated(example)), (True, repeat_rows(example))]
     runs: list[Trace] = []
-    while (unread := _unread(model, (trace, *runs))) and others:
+    while (unread := _unread(model, (trace, *runs))[0]) and others:
         training, inputs = others.pop(0)
         with mode(model, training=training), state_restored(model), suppress(Exception):
             # Training may need more than the example, such as targets: what it reads is proved or locked later.
             runs.append(_trace_run(model, inputs, inside or ""))
-    return replace(trace, other_runs=tuple(runs), unread=unread)
+    unread, copies = _unread(model, (trace, *runs))
+    return replace(trace, other_runs=tuple(runs), unread=unread, copies=copies)
 
 
 def _first_trace(model: nn.Module, example: Inputs, prefix: str) -> Trace:
@@ -122,11 +125,32 @@ def _check_inference_mode(model: nn.Module, example: Inputs) -> None:
         ) from error
 
 
-def _unread(model: nn.Module, runs: Sequence[Trace]) -> dict[str, tuple[int, ...]]:
-    """Parameters and floating point buffers that no run has read, and their shapes."""
+def _unread(model: nn.Module, runs: Sequence[Trace]) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Parameters and floating point buffers that no run has read: their shapes, and those of them that are copies of others."""
     read = {str(n.target) for run in runs for n in run.graph.nodes if n.op == "get_attr"}
-    buffers = ((name, b) for name, b in model.named_buffers() if b.is_floating_point() and b.numel() > 1)
-    return {name: tuple(v.shape) for name, v in (*model.named_parameters(), *buffers) if name not in read}
+    buffers = {name: b for name, b in model.named_buffers() if b.is_floating_point() and b.numel() > 1}
+    copies = _copies({name: b for name, b in buffers.items() if name not in read}, {n: buffers[n] for n in buffers if n in read})
+    tensors = (*model.named_parameters(), *buffers.items())
+    return {name: tuple(v.shape) for name, v in tensors if name not in read and name not in copies}, copies
+
+
+def _copies(unread: Mapping[str, Tensor], read: Mapping[str, Tensor]) -> dict[str, str]:
+    """Buffers that were not read -> the one that was, of the same module and with the same values.
+
+    Rotary embeddings of Hugging Face keep a copy of their frequencies. Values that are all alike are no sign of one.
+    """
+    copies: dict[str, str] = {}
+    for name, value in unread.items():
+        beside = [other for other in read if other.rpartition(".")[0] == name.rpartition(".")[0]]
+        same = [other for other in beside if _have_same_values(read[other], value)]
+        if len(same) == 1 and bool((value != value.flatten()[0]).any()):
+            copies[name] = same[0]
+    return copies
+
+
+def _have_same_values(one: Tensor, other: Tensor) -> bool:
+    kinds = [(b.shape, b.dtype, b.device, b.layout) for b in (one, other)]
+    return kinds[0] == kinds[1] and one.layout is torch.strided and torch.equal(one, other)
 
 
 def _negated(example: Inputs) -> Inputs:

@@ -17,7 +17,7 @@ from torch import nn
 
 from compresskit.base.errors import SettingError
 from compresskit.base.inputs import Batches, calibration_inputs
-from compresskit.base.settings import check_field_types
+from compresskit.base.settings import check_field_types, refuse_unknown_settings
 from compresskit.base.stage import Stage
 from compresskit.base.task import Task, batch_size
 from compresskit.quant.accuracy_target.few_bits import widened_bits
@@ -174,6 +174,7 @@ def repair(
     model is the best that was found, also where that is not good enough: look at `report.reached`.
     Raises DataError for too little data, SettingError for settings that do not fit, ModelError as `quantize_static`.
     """
+    refuse_unknown_settings(RepairSettings, (), options, {}, "repair")
     settings = RepairSettings(**options)
     settings.check("repair")
     return _repair(model, batches, task, settings, "repair")

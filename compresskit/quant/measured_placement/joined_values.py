@@ -30,7 +30,6 @@ from compresskit.graph.capture import Captured
 from compresskit.graph.interpreter import ValueOf, execute, run_graph
 from compresskit.graph.normalize import Node
 from compresskit.metrics import decibels
-from compresskit.quant.calibrated import CalibratedSettings
 from compresskit.quant.calibration.rows import in_chunks, row_count, take_rows
 from compresskit.quant.model import CALIBRATION_BYTES
 from compresskit.quant.numerics.operators import OPERATOR_KINDS, is_float_tensor, moved_inputs
@@ -222,11 +221,6 @@ def shown_ranges(captured: Captured, placement: Placement, batches: Iterable[Inp
         for inputs in shown:
             run_graph(captured.module, pytree.tree_leaves(inputs), visit)
     return ranges, shown
-
-
-def scales_apart(shown: Callable[[], Iterable[Inputs]], settings: CalibratedSettings) -> SeparateScales | None:
-    """What keeps joined values apart with some settings: no layers with `strict`, and nothing where no operator may be float."""
-    return None if settings.strict == "all" else SeparateScales(shown, layers=not settings.strict)
 
 
 def shown_batches(data: Iterator[Inputs]) -> tuple[list[Inputs], Iterator[Inputs]]:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from compresskit.base.errors import SettingError
-from compresskit.base.settings import check_field_types
+from compresskit.base.settings import as_python, check_field_types
 from compresskit.quant.numerics.targets import Target
 
 
@@ -30,6 +30,8 @@ class Bits:
     shortcuts: int | None = None
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():  # NumPy's numbers become Python's, which a record can have
+            object.__setattr__(self, name, as_python(value))
         check_field_types(self)
         given = (("weights", self.weights, 1, 8), ("activations", self.activations, 1, 16), ("shortcuts", self.shortcuts, 2, 16))
         for name, value, least, most in given:

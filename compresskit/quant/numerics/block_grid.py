@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compresskit.base.errors import SettingError
+from compresskit.base.settings import as_python, check_flag
 from compresskit.quant.numerics.quantizers import Quantizer
 from compresskit.quant.numerics.scheme import Scheme, affine, round_to_grid
 
@@ -36,11 +37,14 @@ class BlockScheme:
     symmetric: bool = True
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():  # NumPy's numbers become Python's, which a record can have
+            object.__setattr__(self, name, as_python(value))
         if not isinstance(self.bits, int) or not 2 <= self.bits <= 8:
-            raise SettingError(f"BlockScheme(bits=...): wanted 2..8, got {self.bits}")
+            raise SettingError(f"BlockScheme(bits=...): wanted a whole number of 2..8, got {self.bits!r}")
         size = self.block_size
-        if size is not None and (size < 16 or size & (size - 1)):
-            raise SettingError(f"BlockScheme(block_size=...): wanted 16, 32, 64, 128, ... or None for a whole row, got {size}")
+        if size is not None and (not isinstance(size, int) or size < 16 or size & (size - 1)):
+            raise SettingError(f"BlockScheme(block_size=...): wanted 16, 32, 64, 128, ... or None for a whole row, got {size!r}")
+        check_flag(self.symmetric, "BlockScheme(symmetric=...)")
 
     @property
     def grid(self) -> Scheme:

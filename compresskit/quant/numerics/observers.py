@@ -20,6 +20,7 @@ from torch import Tensor
 
 from compresskit.base.distributed import joins_rows
 from compresskit.base.errors import SettingError
+from compresskit.base.settings import as_python
 from compresskit.quant.numerics.histogram import Histogram, least_divergence, least_error
 
 
@@ -237,8 +238,8 @@ class Entropy(_HistogramObserver):
 
 
 def _check_bits(name: str, bits: int) -> None:
-    if not 2 <= bits <= 8:
-        raise SettingError(f"{name}(bits=...): wanted 2..8, got {bits}")
+    if not isinstance(as_python(bits), int) or not 2 <= bits <= 8:
+        raise SettingError(f"{name}(bits=...): wanted a whole number of 2..8, got {bits!r}")
 
 
 #: All observers of the library; the contract tests run over this list.

@@ -6,6 +6,7 @@ be merged into a quantizer; a "move" copies values to other places and keeps the
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, fx
 
 from compresskit.graph.capture import parameter_name
 from compresskit.graph.layers.stored import CONVS, TRANSPOSED_CONVS
+from compresskit.graph.layers.value_ranges import EVERYTHING, clipped_to
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.recurrent import OPERATORS
 from compresskit.graph.surgery import get_tensor
@@ -46,6 +48,7 @@ OPERATOR_KINDS: dict[Any, str] = {
     aten.hardtanh.default: "clamp",
     aten.relu6.default: "clamp",
     aten.clamp.default: "clamp",
+    aten.clamp_min.default: "clamp",
     aten.avg_pool1d.default: "avg_pool",
     aten.avg_pool2d.default: "avg_pool",
     aten.avg_pool3d.default: "avg_pool",
@@ -91,16 +94,15 @@ OPERATOR_KINDS: dict[Any, str] = {
 
 
 def bounds(node: Node) -> tuple[float, float | None]:
-    """Lower and upper bound of a clamp; None where there is no upper bound."""
-    if node.target is aten.relu.default:
-        return 0.0, None
-    low, high = (*node.args[1:3], *(-1.0, 1.0)[len(node.args) - 1 :]) if node.target is aten.hardtanh.default else (0.0, 6.0)
-    return float(low), float(high)
+    """Lower and upper bound of a clamp that is `fusible`; None where there is no upper bound."""
+    low, high = clipped_to(node) or EVERYTHING
+    return float(low), None if high == math.inf else float(high)
 
 
 def fusible(node: Node) -> bool:
-    """Whether a clamp starts at 0, so that the range of an unsigned format with zero point 0 has the same effect."""
-    return node.target is not aten.clamp.default and bounds(node)[0] == 0.0
+    """Whether a quantizer's range, which holds 0, does what a clamp does: it has a lower bound, and its bounds are around 0."""
+    low, high = clipped_to(node) or EVERYTHING
+    return -math.inf < low <= 0 < high
 
 
 def is_float_tensor(node: Node) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from compresskit.base.errors import ModelError, SettingError
-from compresskit.base.settings import check_field_types
+from compresskit.base.settings import as_python, check_field_types
 from compresskit.quant.numerics.block_grid import BlockQuantizer, BlockScheme, MatrixQuantizer
 
 MOST_EXACT = 512  # different numbers up to which the clusters are those of least squared error
@@ -36,6 +36,8 @@ class Palette:
     group_size: int | None = None
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():  # NumPy's numbers become Python's, which a record can have
+            object.__setattr__(self, name, as_python(value))
         check_field_types(self)
         if not 1 <= self.bits <= 8:
             raise SettingError(f"Palette(bits=...): wanted 1..8, got {self.bits}")

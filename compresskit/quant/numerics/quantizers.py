@@ -68,7 +68,7 @@ class ActivationQuantizer(Quantizer):
 
     scheme: number format.
     observer: finds the range.
-    clamp: bounds of an activation function merged into the quantizer (0 and None for ReLU, 0 and 6 for ReLU6), or None.
+    clamp: bounds of a clamp merged into the quantizer (0 and None for ReLU, 0 and 6 for ReLU6), the lower one at most 0, or None.
     anchor: a number that must be exactly representable, see `placement.QuantizationPoint`.
     label: name of the operator whose result is rounded, for messages.
 
@@ -111,7 +111,8 @@ class ActivationQuantizer(Quantizer):
             self.freeze_range_()
         factor = 1.0
         if self.ratio is not None:
-            factor = (x.numel() / max(1, x.shape[0]) * self.scheme.high) ** -0.5 if x.ndim else 1.0
+            # Of the values of one sample, as LSQ counts them; a batch may be without rows.
+            factor = (max(1, math.prod(x.shape[1:])) * self.scheme.high) ** -0.5 if x.ndim else 1.0
         scale = self.effective_scale()
         if self.offset is not None:
             self.zero_point.copy_(self._learned_zero_point(scale))

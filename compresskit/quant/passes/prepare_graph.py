@@ -17,7 +17,7 @@ from compresskit.graph.capture import Captured, Dynamic, autocasts, capture, mod
 from compresskit.graph.layers.fold_batchnorm import FoldedBatchNorm, fold_batchnorm_
 from compresskit.graph.layers.merge_layers import merge_layers_
 from compresskit.graph.layers.merging import MergedLayer, MergeRules
-from compresskit.graph.masks import transfer_masks_
+from compresskit.graph.masks import check_removed_are_zero, transfer_masks_
 from compresskit.graph.normalize import source_line
 from compresskit.graph.quantized import quantized_parts
 from compresskit.graph.rewrites.stored_products import rewrite_stored_products_
@@ -150,7 +150,8 @@ def prepare_graph(
         merges: `Origin.merges` of a model that is built again; None merges what can be merged.
 
     Returns the captured graph, what it was made from, and the BatchNorms that were folded into layers which it still has.
-    Raises ModelError where the model, or a part of it, is quantized already, or its weights are not fp32 or hold nan.
+    Raises ModelError where the model, or a part of it, is quantized already, or its weights are not fp32 or hold nan, or weights
+    that its masks remove are not zero.
     """
     if parts := list(quantized_parts(model)):
         where = f"its part {parts[0]!r}" if parts[0] else "this model"
@@ -159,6 +160,8 @@ def prepare_graph(
         raise ModelError(f"{type(model).__name__}: wanted fp32 weights, but {other}; quantize model.float()")
     if merges is None and (bad := holds_nan(model)):  # one that is built again takes its weights from a file
         raise ModelError(f"{type(model).__name__}: {bad} holds nan; mend the model before it is quantized")
+    if merges is None:
+        check_removed_are_zero(model, type(model).__name__)
     origin = Origin(float_class=type(model).__name__, structure=structure(model), skip=tuple(skip))
     captured = capture(copy_model(model), example, dynamic=dynamic)
     _refuse_autocast(type(model).__name__, captured.module.graph)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from compresskit.base.errors import CheckpointError, SettingError
-from compresskit.base.objective import Losses, LossFunction, Objective, as_objective
+from compresskit.base.objective import Losses, LossFunction, Objective, Wrapper, as_objective
 from compresskit.base.settings import check_field_types
 from compresskit.base.task import Task
 from compresskit.graph.surgery import get_tensor
@@ -109,7 +109,7 @@ def damping_loss(quantized: Quantized) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Damped(Objective):
+class Damped(Wrapper):
     """An objective with `damping_loss` added, which rises from 0 to `damping` along a cosine."""
 
     objective: Objective
@@ -130,18 +130,6 @@ class Damped(Objective):
         """Set the fraction of the training that is done, which the strength follows."""
         self.done[0] = done
         self.objective.advance(done)
-
-    def close(self) -> None:
-        """Close the inner objective."""
-        self.objective.close()
-
-    def resume_state(self) -> Any:
-        """State of the inner objective."""
-        return self.objective.resume_state()
-
-    def resume_from_(self, state: Any) -> None:
-        """Restore the inner objective from `resume_state()`."""
-        self.objective.resume_from_(state)
 
 
 def damped(objective: Objective | LossFunction, quantized: Quantized, damping: float) -> Damped:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.inputs import Batches, calibration_inputs
 from compresskit.base.packing import Resumable
+from compresskit.base.settings import refuse_unknown_settings
 from compresskit.base.task import Task
 from compresskit.distill.losses import match_predictions
 from compresskit.distill.objectives.imitate import imitate
@@ -35,7 +36,8 @@ from compresskit.quant.calibrated import (
     module_to_quantize,
 )
 from compresskit.quant.calibration.layer_outputs import integer_layers
-from compresskit.quant.measured_placement.joined_values import scales_apart, shown_batches
+from compresskit.quant.measured_placement.by_ranges import float_by_ranges
+from compresskit.quant.measured_placement.joined_values import shown_batches
 from compresskit.quant.measured_placement.latency_search import measured_choice
 from compresskit.quant.measured_placement.repeated_calls import SharedScales
 from compresskit.quant.model import Quantized
@@ -102,6 +104,7 @@ def prepare_qat(model: nn.Module, batches: Batches, *, inside: str | None = None
     Raises DataError where there is no batch; ModelError where the model cannot be captured, is quantized already, or has
     nothing that runs in integers; SettingError for settings that do not fit.
     """
+    refuse_unknown_settings(QATSettings, (), options, {}, "prepare_qat")
     settings = QATSettings(inside=inside, **options)
     settings.check("prepare_qat")
     return _prepare_model(model, batches, settings, "prepare_qat")[0]
@@ -126,7 +129,7 @@ def _prepare_model(model: nn.Module, batches: Batches, settings: QATSettings, wh
         strict=settings.strict,
         bits=settings.bits,
         trainable=True,
-        separate=scales_apart(shown, settings),
+        separate=float_by_ranges(shown, settings),
         share=SharedScales(shown),
     )
     _refuse_zeros_in_one_bit(quantized, where)

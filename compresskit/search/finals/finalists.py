@@ -15,15 +15,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from compresskit.base.errors import ExportError, TrainingError
+from compresskit.base.errors import CompressError, DataError, ExportError, TrainingError
 from compresskit.base.fingerprint import describe, short_hash
 from compresskit.base.progress import announce
+from compresskit.base.task import MetricError
 from compresskit.export.files import file_bytes
+from compresskit.recipe.folder import ROW, START
 from compresskit.recipe.recipe import Recipe, Result
 from compresskit.search.candidate import QAT_SHARE, UNCOMPRESSED, Candidate, Removable
 from compresskit.search.ceilings import MEASURED
 from compresskit.search.figures import Figures
-from compresskit.search.finals.minutes import TRAINED_FOR, StepTimer, timer_of, trained_for
+from compresskit.search.finals.minutes import StepTimer, timer_of, trained_for
 from compresskit.search.latency.stopwatch import Stopwatch
 from compresskit.search.outcome import Tried
 from compresskit.search.proxy import NAME_DIGITS, Workshop
@@ -345,7 +347,7 @@ class Finals:
                 return
             rung_reached = self._rung(candidate, report)
             trial.report(report.metric, rung_reached)
-            trial.set_user_attr(TRAINED_FOR, timer.seconds)
+            timer.tell()
             if rung_reached < RUNGS and self.minimise == "drop" and trial.should_prune():
                 raise GivenUp
 
@@ -357,14 +359,17 @@ class Finals:
             trial.set_user_attr("seconds", time.perf_counter() - begin)
             self.study.tell(trial, state=self.states.PRUNED)
             return
-        except (ExportError, TrainingError) as error:  # of this candidate; others may do
+        except (ExportError, TrainingError, DataError) as error:
+            if not self._is_of_candidate(error, self.folder(candidate)):
+                raise
             log.warning("compress: %s is no finalist: %s", candidate.name, error)
-            trial.set_user_attr("rejected" if isinstance(error, ExportError) else "untrainable", str(error))
+            file = isinstance(error, ExportError) or self.train is None
+            trial.set_user_attr("rejected" if file else "untrainable", str(error))
             self.study.tell(trial, state=self.states.FAIL)
             return
         figures = with_training = self._figures(result, time.perf_counter() - begin)
         if self.train is not None and tried.figures is not None and tried.figures.drop < figures.drop:
-            with suppress(ExportError):
+            with suppress(ExportError, MetricError):
                 plain = self._run(candidate, self.recipe(candidate, trains=False), trains=False)
                 without = self._figures(plain, time.perf_counter() - begin)
                 figures = min(figures, without, key=self._rank)
@@ -376,12 +381,29 @@ class Finals:
         trial.set_user_attr("figures", asdict(figures))
         self.study.tell(trial, figures.metric)
 
+    def _is_of_candidate(self, error: CompressError, folder: Path) -> bool:
+        """Whether the error of a run in a folder is of the candidate alone, so that others may do.
+
+        One of the data or of the user's code is not: the uncompressed model, which is measured first, has it, too, or another
+        finalist had it in the same words and none was finished. A metric that is not finite is: the uncompressed model has one
+        that is.
+        """
+        if not isinstance(error, DataError):
+            return True
+        if not (folder / START / ROW).exists():
+            return False
+        trials = self.study.get_trials(deepcopy=False, states=(self.states.COMPLETE, self.states.FAIL))
+        of_this_call = [t.user_attrs for t in trials if self.worker.lives(t.user_attrs.get(WORKER))]
+        said = [about.get("untrainable", about.get("rejected")) for about in of_this_call]
+        finished = any(t.state == self.states.COMPLETE for t in trials)
+        return finished or isinstance(error, MetricError) or str(error) not in said
+
     def _run_one_untrained(self, tried: Tried, trial: Any) -> None:
         """Run the recipe of a candidate without training, on all data, and tell its trial."""
         begin, candidate = time.perf_counter(), tried.candidate
         try:
             result = self._run(candidate, self.recipe(candidate, trains=False), trains=False)
-        except ExportError as error:  # of this candidate; others may do
+        except (ExportError, MetricError) as error:  # of this candidate; others may do
             log.warning("compress: %s is not proved without training: %s", candidate.name, error)
             trial.set_user_attr("rejected", str(error))
             self.study.tell(trial, state=self.states.FAIL)

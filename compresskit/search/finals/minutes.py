@@ -10,6 +10,7 @@ from typing import Any
 from compresskit.train.callbacks import StepReport
 
 TRAINED_FOR = "trained for"  # attribute of a trial: seconds of its trainings
+TELL_EVERY = 10.0  # seconds of a training, of which so many at most are forgotten where its process is killed
 
 
 class StepTimer:
@@ -19,10 +20,12 @@ class StepTimer:
 
     Attributes:
         seconds: of all steps so far.
+        trial: that is told of them now and then; None for none.
     """
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
+    def __init__(self, trial: Any = None) -> None:
+        self.seconds, self.trial = 0.0, trial
+        self._told = 0.0
         self._training, self._seen, self._at = ("", ""), 0, 0.0
 
     def step(self, report: StepReport) -> None:
@@ -32,16 +35,23 @@ class StepTimer:
         if self._seen > 1:
             self.seconds += (now - self._at) * (2 if self._seen == 2 else 1)
         self._training, self._at = training, now
+        if self.trial is not None and self.seconds - self._told >= TELL_EVERY:
+            self.tell()
+
+    def tell(self) -> None:
+        """Tell the trial."""
+        self.trial.set_user_attr(TRAINED_FOR, self.seconds)
+        self._told = self.seconds
 
 
 @contextmanager
 def timer_of(trial: Any) -> Iterator[StepTimer]:
-    """A timer whose seconds the trial has at the end, however that comes."""
-    timer = StepTimer()
+    """A timer whose seconds the trial has at the end, however that comes; all but the last ones where the process is killed."""
+    timer = StepTimer(trial)
     try:
         yield timer
     finally:
-        trial.set_user_attr(TRAINED_FOR, timer.seconds)
+        timer.tell()
 
 
 def trained_for(trial: Any) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
 from functools import partial
 
@@ -216,3 +217,31 @@ def test_a_cache_of_other_answers_is_refused_though_the_weights_are_the_same(tmp
     monkeypatch.setattr(Bent, "bend", staticmethod(torch.relu))
     with pytest.raises(CheckpointError, match="answers otherwise"):
         cache(Teacher(teacher), task, tmp_path / "c", top=top)
+
+
+def test_a_cache_lies_where_it_was_asked_for_though_the_data_change_the_working_directory(tmp_path, monkeypatch) -> None:
+    class Moves(list):
+        def __iter__(self):
+            os.chdir(elsewhere)
+            return super().__iter__()
+
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    task = images_task(ck)
+    cached = cache(build(networks.Chain), ck.Task(train=Moves(task.train)), "c")
+    assert len(cached) == len(Cached(tmp_path / "c"))
+    assert str(cached.folder) == "c"  # a run knows its stages by what was written
+    assert not list(elsewhere.iterdir())
+
+
+def test_arguments_of_a_cache_that_are_of_another_kind_are_refused(tmp_path) -> None:
+    task = images_task(ck)
+    for settings, message in (
+        ({"views": "2"}, r"cache\(views=...\): wanted a whole number >= 1, got '2'"),
+        ({"top": -1}, r"cache\(top=...\): wanted a whole number >= 1, got -1"),
+        ({"temperature": "4"}, r"cache\(temperature=...\): wanted a positive number, got '4'"),
+        ({"task": task.train}, "cache: wanted a Task, got list"),
+        ({"folder": task}, r"cache\(folder=...\): wanted a path, got Task"),
+    ):
+        with pytest.raises(SettingError, match=message):
+            cache(**{"teacher": build(networks.Chain), "task": task, "folder": tmp_path / "c", **settings})

@@ -70,3 +70,9 @@ def test_chunked_refuses_settings_that_do_not_fit() -> None:
         losses.chunked_soft_targets(a, a, dim=3)
     with pytest.raises(SettingError, match=r"chunk=\.\.\.\): wanted a whole number >= 1, got 0"):
         losses.chunked_soft_targets(a, a, chunk=0)
+
+
+def test_classes_that_both_networks_mask_count_as_nothing() -> None:
+    student, teacher = torch.tensor([[0.5, -torch.inf, 1.0]]), torch.tensor([[0.2, -torch.inf, 2.0]])
+    value = losses.chunked_soft_targets(student, teacher)
+    torch.testing.assert_close(value, losses.soft_targets(student[:, ::2], teacher[:, ::2]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from functools import partial
 
@@ -112,3 +113,30 @@ def test_crd_as_a_term_refuses_batches_and_features_that_do_not_fit() -> None:
         kd.losses.CRDLoss(samples=1)
     with pytest.raises(SettingError, match=r"momentum=\.\.\.\): wanted a number in \[0, 1\), got 2"):
         kd.losses.CRDLoss(samples=9, momentum=2)
+
+
+def test_a_bank_is_crd_in_both_directions_and_keeps_the_fraction_that_momentum_says() -> None:
+    """Negatives of a direction come from the other network's bank and are never the sample's own row; Z is of the first batch."""
+    bank = MemoryBank(samples=3, width=4, negatives=64, momentum=0.25, temperature=0.5, seed=3)
+    old_student, old_teacher = bank.student.clone(), bank.teacher.clone()
+    student, teacher = (nn.functional.normalize(torch.randn(2, 4)) for _ in range(2))
+    index, generator = torch.tensor([2, 0]), torch.Generator().manual_seed(3)
+    for _ in range(2):  # the rows of both banks are drawn first
+        torch.randn(3, 4, generator=generator)
+    other = (index[:, None] + torch.randint(1, 3, (2, 64), generator=generator)) % 3
+    wanted = 0.0
+    for anchor, positive, rows in ((student, teacher, old_teacher[other]), (teacher, student, old_student[other])):
+        z = 3 * ((rows @ anchor[:, :, None]) / 0.5).exp().mean().item()
+        wanted += oracles.crd(anchor, positive, rows, 3, z, 0.5)
+    assert bank(student, teacher, index).item() == pytest.approx(wanted, rel=1e-5)
+    for rows, old, new in ((bank.student, old_student, student), (bank.teacher, old_teacher, teacher)):
+        torch.testing.assert_close(rows[index], nn.functional.normalize(0.25 * old[index] + 0.75 * new))
+
+
+def test_a_restored_bank_goes_on_as_the_one_before() -> None:
+    batches = [(torch.randn(2, 4), torch.randn(2, 4), torch.tensor([0, 2])) for _ in range(2)]
+    bank, other = (MemoryBank(samples=5, width=4, negatives=3, seed=seed) for seed in (1, 2))
+    bank(*batches[0])
+    other.resume_from_(copy.deepcopy(bank.resume_state()))
+    assert torch.equal(other(*batches[1]), bank(*batches[1]))
+    assert torch.equal(other.student, bank.student)

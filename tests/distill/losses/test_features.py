@@ -50,3 +50,8 @@ def test_feature_losses_refuse_shapes_and_settings_that_do_not_fit() -> None:
 def test_what_is_no_attention_score_is_refused(shape) -> None:
     with pytest.raises(DataError, match=r"attention_scores: wanted scores \(N, heads, T, T\) before the softmax, got \(8, "):
         losses.attention_scores(torch.randn(shape), torch.randn(shape))
+
+
+def test_scores_at_the_bound_of_masks_count_as_zero() -> None:
+    scores, others = torch.tensor([[1.0, -1e9], [2.0, -100.0]]).view(1, 1, 2, 2), torch.zeros(1, 1, 2, 2)
+    assert losses.attention_scores(scores, others).item() == pytest.approx((1 + 4) / 4)

@@ -46,6 +46,29 @@ def test_scores_and_relations_equal_plain_loops(size) -> None:
     assert got.item() == pytest.approx(wanted, rel=1e-4)
 
 
+def test_grouped_queries_are_compared_with_the_keys_that_they_share() -> None:
+    """The student has grouped-query attention, 4 heads of queries and 2 of keys, and the teacher has as many of both."""
+    torch.manual_seed(0)
+    query, key = torch.randn(3, 5, 4 * 6), torch.randn(3, 5, 2 * 6)
+    wide_query, wide_key = torch.randn(2, 3, 5, 4 * 7)
+    shared = torch.cat([key[..., 6 * (h // 2) :][..., :6] for h in range(4)], -1)
+    wanted = oracles.hint(scores_by_loops(query, shared, 4), scores_by_loops(wide_query, wide_key, 4))
+    got = losses.query_key_scores((query, key), (wide_query, wide_key), heads=4, key_heads=2)
+    assert got.item() == pytest.approx(wanted, rel=1e-5)
+    assert losses.query_key_scores((query, key), (query, shared), heads=4, key_heads=2).item() == pytest.approx(0)
+
+
+@pytest.mark.parametrize("key_heads", [None, 0, 1, 3, 4])
+def test_keys_that_do_not_go_with_the_queries_are_one_message(key_heads) -> None:
+    message = (
+        "query_key_scores: queries of width 24 are 4 heads of 6; wanted keys with heads of as many, got width 12 and"
+        rf" key_heads={key_heads}; give the number of heads of the keys, a divisor of 4 \(grouped-query attention"
+    )
+    grouped = torch.randn(2, 5, 24), torch.randn(2, 5, 12)
+    with pytest.raises(DataError, match=message):
+        losses.query_key_scores(grouped, grouped, heads=4, key_heads=key_heads)
+
+
 def test_bad_shapes_are_one_message() -> None:
     x = torch.randn(2, 4, 6)
     with pytest.raises(DataError, match="query_key_scores: wanted queries and keys; tap both"):

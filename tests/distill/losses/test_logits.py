@@ -197,3 +197,11 @@ def test_a_class_masked_in_the_teacher_alone_counts_as_its_limit(loss) -> None:
     gradients = [torch.autograd.grad(value, student)[0] for value in values]
     torch.testing.assert_close(values[0], values[1])
     torch.testing.assert_close(gradients[0], gradients[1])
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_match_predictions_sends_no_gradient_to_the_teacher(channels) -> None:
+    student, teacher = (torch.randn(4, channels, requires_grad=True) for _ in range(2))
+    losses.match_predictions(student, teacher).backward()
+    assert student.grad.any()
+    assert teacher.grad is None

@@ -6,7 +6,7 @@ import oracles
 import pytest
 import torch
 
-from compresskit.base.errors import DataError
+from compresskit.base.errors import DataError, SettingError
 from compresskit.distill import losses
 from compresskit.distill.losses import LOSSES, TARGET_LOSSES
 
@@ -160,3 +160,20 @@ def test_every_loss_is_public() -> None:
     for loss in (*LOSSES, *TARGET_LOSSES):
         assert getattr(losses, loss.__name__) is loss
         assert loss.__name__ in losses.__all__
+
+
+@pytest.mark.parametrize("temperature", ["4", None, torch.ones(2), float("nan")])
+def test_a_temperature_that_is_no_number_is_refused(temperature) -> None:
+    s, t = torch.randn(2, 4, 3)
+    with pytest.raises(SettingError, match=r"soft_targets\(temperature=...\): wanted a positive number, got"):
+        losses.soft_targets(s, t, temperature=temperature)
+    assert losses.soft_targets(s, t, temperature=torch.tensor(4.0)) == losses.soft_targets(s, t, temperature=4.0)
+
+
+def test_arrays_are_refused() -> None:
+    logits, maps = torch.randn(4, 3), torch.randn(2, 3, 4, 4)
+    pairs = [(losses.soft_targets, logits), (losses.hint, logits), (losses.pkt, logits), (losses.match_predictions, logits)]
+    for loss, values in (*pairs, (losses.attention_transfer, maps), (losses.relation_kl, maps)):
+        for given in ((values.numpy(), values), (values, values.numpy())):
+            with pytest.raises(DataError, match=f"{loss.__name__}: wanted tensors, got ndarray of the (student|teacher)"):
+                loss(*given)

@@ -275,3 +275,24 @@ def test_a_teacher_computes_in_the_precision_of_the_training(policy, dtype, want
     assert (torch.equal(predictions, model(x))) == (wanted is torch.float32)
     teacher.predictions((x,), task)  # for a cache, or without a training
     assert teacher.members[0].dtypes[1] == (dtype or torch.float32)
+
+
+def test_integer_buffers_of_an_average_are_the_students() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    teacher = teacher_module.EMATeacher(model, 0.5)
+    model.train()(torch.randn(4, 3))
+    teacher.update_(model)
+    assert int(teacher.members[0][1].num_batches_tracked) == 1
+
+
+def test_a_restored_average_goes_on_with_the_same_decay() -> None:
+    model = nn.Linear(3, 3)
+    first, again = (teacher_module.EMATeacher(model, 0.9) for _ in range(2))
+    for _ in range(3):
+        first.update_(model)
+    again.resume_from_(first.resume_state())
+    with torch.no_grad():
+        model.weight.add_(1)
+    for each in (first, again):
+        each.update_(model)
+    assert torch.equal(first.members[0].weight, again.members[0].weight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import networks
@@ -9,10 +10,12 @@ import pytest
 import torch
 from networks import build, images_task
 from torch import nn
+from torch.utils.data import DataLoader
 
 import compresskit as ck
 from compresskit import distill as kd
 from compresskit.base.errors import DataError, ModelError, SettingError
+from compresskit.distill.objectives.pseudo_label import RepeatedLoader
 
 ADAM = partial(torch.optim.Adam, lr=3e-3)
 
@@ -84,3 +87,34 @@ def test_pseudo_label_refuses_settings_and_data_that_do_not_fit() -> None:
     other.head = nn.Linear(32, 7)
     with pytest.raises(ModelError, match=r"the teacher Residual gives predictions \(2, 10\), the student Chain \(2, 7\)"):
         kd.pseudo_label(teacher, [torch.zeros(2, 3, 16, 16)]).bind(other, task)
+
+
+def test_a_restored_objective_goes_on_with_the_average_and_the_data() -> None:
+    task, more = images_task(ck, samples=32), [torch.randn(4, 3, 16, 16) for _ in range(3)]
+    goal = kd.pseudo_label(kd.EMA(decay=0.5), more, threshold=0.0)
+    student, fresh = build(networks.Residual).eval(), networks.Residual().eval()
+    first, again = goal.bind(student, task), goal.bind(fresh, task)
+    for _ in range(4):
+        first(student, task.train[0])
+        with torch.no_grad():
+            next(student.parameters()).add_(0.1)
+    again.resume_from_(copy.deepcopy(first.resume_state()))
+    assert again.source.batches == 4
+    wanted = first.source.members[0].state_dict()
+    assert all(torch.equal(value, wanted[name]) for name, value in again.source.members[0].state_dict().items())
+    fresh.load_state_dict(student.state_dict())
+    assert again(fresh, task.train[0])["pseudo"] == first(student, task.train[0])["pseudo"]
+
+
+def test_a_restored_position_in_the_unlabelled_data_goes_on() -> None:
+    def loader():
+        torch.manual_seed(0)
+        return RepeatedLoader(DataLoader(torch.arange(6), batch_size=2, shuffle=True))
+
+    whole, first = loader(), loader()
+    wanted = [next(whole) for _ in range(7)]
+    for _ in range(4):
+        next(first)
+    again = loader()
+    again.resume_from_(first.resume_state())
+    assert all(torch.equal(next(again), batch) for batch in wanted[4:])

@@ -8,6 +8,7 @@ from networks import image
 from torch import nn
 
 import compresskit as ck
+from compresskit.base.errors import SettingError
 from compresskit.export.rewrite.common import DATA_MOVEMENT
 from compresskit.measure import count_macs
 
@@ -99,3 +100,21 @@ def test_clamps_between_integer_operators_run_in_integers(tmp_path) -> None:
     audit = ck.audit(ck.export_onnx(ck.quant.quantize_static(model, [image(16)]), tmp_path / "q.onnx", image(2)))
     done, every = audit.operators["Clip"]
     assert done == every > 0, audit
+
+
+@pytest.mark.parametrize("profile", [False, True])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"size": -1}, r"audit\(size=...\): wanted a whole number >= 1, got -1"),
+        ({"size": 0}, "wanted a whole number >= 1, got 0"),
+        ({"size": 12.5}, "wanted a whole number >= 1, got 12.5"),
+        ({"batch": 1.5}, r"audit\(batch=...\): wanted a whole number >= 1, got 1.5"),
+        ({"threads": 0}, "wanted threads >= 1 and seconds > 0, got 0 and 1.0"),
+        ({"threads": "2"}, "wanted threads >= 1 and seconds > 0, got '2' and 1.0"),
+        ({"seconds": float("nan")}, "wanted threads >= 1 and seconds > 0, got 1 and nan"),
+    ],
+)
+def test_settings_out_of_range_are_refused_before_anything_is_counted(tmp_path, settings, message, profile) -> None:
+    with pytest.raises(SettingError, match=message):
+        ck.audit(tmp_path / "missing.onnx", profile=profile, **settings)

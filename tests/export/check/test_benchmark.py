@@ -117,3 +117,18 @@ def test_a_table_with_rows_of_its_own_is_no_batch(tmp_path) -> None:
 
     path = ck.export_onnx(Chosen(), tmp_path / "f.onnx", (torch.randn(5, 3), torch.randn(2, 5)), dynamic={"x": {0: "rows"}})
     assert [t.batch for t in benchmark([path], batch=4, seconds=0.02, runtimes=["onnxruntime"])] == [4]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"seconds": float("nan")}, "bench: wanted threads >= 1 and seconds > 0, got 1 and nan"),
+        ({"seconds": float("inf")}, "bench: wanted threads >= 1 and seconds > 0, got 1 and inf"),
+        ({"threads": "2"}, "bench: wanted threads >= 1 and seconds > 0, got '2' and 1.0"),
+        ({"batch": 1.5}, "random inputs: wanted batch >= 1 and size >= 1, whole numbers, got 1.5 and 64"),
+    ],
+)
+def test_settings_of_another_kind_are_refused(tmp_path, settings, message) -> None:
+    path = ck.export_onnx(nn.Linear(8, 4), tmp_path / "f.onnx", torch.randn(2, 8))
+    with pytest.raises(SettingError, match=message):
+        benchmark([path], **settings)

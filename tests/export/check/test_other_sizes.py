@@ -111,3 +111,15 @@ def test_all_dimensions_of_a_name_change_together() -> None:
     ]  # fmt: skip
     assert found[1]["x"][2].tolist() == [0, 1, 2, 3, 4, 5, 0]
     assert all(each["rest"] == 3 for each in found)
+
+
+def test_of_a_dimension_of_no_entries_no_other_size_is_made(tmp_path) -> None:
+    class Joined(nn.Module):
+        def forward(self, x, past):
+            return torch.cat([past, x], 1).sum(1)
+
+    x, past = torch.randn(2, 3, 8), torch.randn(2, 4, 8)
+    path = ck.export_onnx(model := Joined(), tmp_path / "f.onnx", (x, past), dynamic=(0, 1))
+    proof = ck.verify_onnx(path, model, [(x, past[:, :0])])
+    assert proof.passed, proof
+    assert not proof.other_sizes

@@ -14,7 +14,7 @@ from onnx import numpy_helper
 from torch import nn
 
 import compresskit as ck
-from compresskit.base.errors import DataError, ExportError, ModelError
+from compresskit.base.errors import DataError, ExportError, ModelError, SettingError
 from compresskit.export.check import agreement, executions, verify
 from compresskit.quant import Bits, quantize_dynamic, quantize_static
 
@@ -450,3 +450,17 @@ def test_a_quantized_lstm_is_compared_on_one_thread_too(tmp_path, monkeypatch) -
         assert proof.passed
         assert proof.plain.largest < 1e-3
         assert proof.optimized.largest < (1e-3 if count == 1 else 4)
+
+
+def test_arguments_of_another_kind_are_refused(tmp_path) -> None:
+    model, x = nn.Linear(8, 4).eval(), torch.randn(4, 8)
+    path = ck.export_onnx(model, tmp_path / "f.onnx", x)
+    with pytest.raises(SettingError, match=r"verify_onnx\(path=...\): wanted a path, got Linear; write verify_onnx\(path, mod"):
+        ck.verify_onnx(model, path, [x])
+    with pytest.raises(ModelError, match=r"verify_onnx: wanted a torch\.nn\.Module as the model, got str"):
+        ck.verify_onnx(path, "model", [x])
+    with pytest.raises(SettingError, match=r"verify_onnx\(executed=...\): wanted a function of the outputs, got 'a'"):
+        ck.verify_onnx(path, model, [x], executed="a")
+    with pytest.raises(DataError, match=r"the first batch: wanted one row at least, got inputs of shape \[\(0, 8\)\]; leave"):
+        ck.verify_onnx(path, model, [x[:0], x])
+    assert ck.verify_onnx(path, model, [x, x[:0]]).passed

@@ -1,9 +1,10 @@
-"""Several optimizers on one model, a run each: a step ends the gradients of its own parameters."""
+"""Several runs, of one model or of models that one loss goes through: a step ends the gradients of its own parameters."""
 
 from __future__ import annotations
 
 import copy
 import gc
+import threading
 import warnings
 
 import pytest
@@ -11,8 +12,8 @@ import torch
 from mixed_runs import FP16_ON_CPU
 from torch import nn
 
-from compresskit.base.errors import TrainingError
-from compresskit.mixed import AMP_BF16, AMP_FP16, FP32, MASTER_BF16, prepare
+from compresskit.base.errors import SettingError, TrainingError
+from compresskit.mixed import AMP_BF16, AMP_FP16, FP32, MASTER_BF16, MASTER_FP16, SPLIT_BF16, prepare
 
 POLICIES = pytest.mark.parametrize("policy", [FP32, AMP_BF16], ids=lambda policy: policy.name)
 pytestmark = [FP16_ON_CPU, pytest.mark.filterwarnings("ignore:prepare. the optimizer does not have:UserWarning")]
@@ -164,3 +165,201 @@ def test_parameters_of_another_run_are_not_said_to_stay() -> None:
     alone = nn.Linear(2, 2)
     run = prepare(alone, torch.optim.SGD(alone.parameters(), lr=0.1), MASTER_BF16)
     assert run.finish() is alone
+
+
+def test_where_a_second_run_is_refused_no_message_advises_one() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    make = torch.optim.SGD
+    with pytest.warns(
+        UserWarning, match="hand them over with run.add_group, or prepare separate parts of the model in its place"
+    ):
+        run = prepare(model, make(model[0].parameters(), lr=0.1), MASTER_BF16)
+    with pytest.raises(SettingError, match="Sequential is in a run under .*several optimizers at a time, prepare separate parts"):
+        prepare(model, make(model[1].parameters(), lr=0.1), MASTER_BF16)
+    for part in (model[1], nn.Sequential(nn.Linear(2, 4), model[1])):  # its masters would be made of rounded weights
+        with pytest.raises(SettingError, match="weight, a weight of a Sequential, is in a run under .*call finish"):
+            prepare(part, make(part.parameters(), lr=0.1), MASTER_BF16)
+    run.finish()
+    parts = [prepare(part, make(part.parameters(), lr=0.1), MASTER_BF16) for part in model]
+    parts[0].backward(parts[1](parts[0](torch.ones(3, 4))).square().mean())
+    for part in parts:
+        part.step()
+        part.finish()
+
+
+def pair():
+    """A generator and a discriminator, and their optimizers."""
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Linear(4, 16), nn.Softplus(), nn.Linear(16, 8))
+    second = nn.Sequential(nn.Linear(8, 16), nn.Softplus(), nn.Linear(16, 1))
+    return (first, second), [torch.optim.Adam(part.parameters(), lr=1e-3) for part in (first, second)]
+
+
+def adversarial(generate, judge, make_step, *, critic=1, penalty=False, detached=True, steps=6) -> None:
+    """The loop of a generative adversarial network; `make_step(number, loss)` steps one of the two optimizers."""
+    torch.manual_seed(3)
+    softplus = nn.functional.softplus
+    for _ in range(steps):
+        fake = generate(torch.randn(16, 4))
+        for _ in range(critic):
+            x = torch.randn(16, 8)
+            loss = softplus(-judge(x)).mean() + softplus(judge(fake.detach() if detached else fake)).mean()
+            if penalty:
+                x.requires_grad_()
+                slope = torch.autograd.grad(judge(x).sum(), x, create_graph=True)[0]
+                loss = loss + (slope.norm(dim=1) - 1).square().mean()
+            make_step(1, loss)
+        make_step(0, softplus(-judge(generate(torch.randn(16, 4)))).mean())
+
+
+SHAPES = pytest.mark.parametrize(
+    "shape",
+    [{}, {"critic": 5, "steps": 3}, {"penalty": True}, {"detached": False}],
+    ids=["plain", "five of the critic", "gradient penalty", "generator not detached"],
+)
+
+
+@pytest.mark.matrix
+@SHAPES
+@pytest.mark.parametrize("policy", [FP32, AMP_BF16, MASTER_BF16, SPLIT_BF16, MASTER_FP16, AMP_FP16], ids=lambda p: p.name)
+def test_two_models_that_train_against_each_other(policy, shape) -> None:
+    """As torch's loop, in which the user empties the gradients before each pass."""
+
+    def trained(*, by_hand: bool) -> list:
+        models, optimizers = pair()
+        runs = [prepare(model, optimizer, policy) for model, optimizer in zip(models, optimizers, strict=True)]
+
+        def make_step(number, loss) -> None:
+            if by_hand:
+                optimizers[number].zero_grad()
+            runs[number].backward(loss)
+            runs[number].step()
+
+        adversarial(*runs, make_step, **shape)
+        assert not any(int(run.skipped) for run in runs)
+        for run in runs:
+            run.state_dict()  # what the other's pass left waits for no step
+        return [p for run in runs for p in run.finish().parameters()]
+
+    models, optimizers = pair()
+
+    def make_step(number, loss) -> None:
+        optimizers[number].zero_grad()
+        loss.backward()
+        optimizers[number].step()
+
+    adversarial(*models, make_step, **shape)
+    got = trained(by_hand=False)
+    for mine, by_hand, plain in zip(got, trained(by_hand=True), [p for m in models for p in m.parameters()], strict=True):
+        assert torch.equal(mine, by_hand)
+        if policy is FP32:
+            assert torch.equal(mine, plain)
+        torch.testing.assert_close(mine, plain, rtol=0, atol=2.5e-3)
+
+
+def through_both(first, second, factor=1.0):
+    """A loss that goes through two models, each with a run of its own."""
+    return loss_of(lambda x: second(first(x)), factor)
+
+
+def parts(policy):
+    """Two models of a layer each, and a run for each."""
+    torch.manual_seed(0)
+    models = nn.Linear(4, 4), nn.Linear(4, 2)
+    return models, [prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy) for model in models]
+
+
+@pytest.mark.parametrize("policy", [FP32, MASTER_BF16], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["own first", "other first"])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_one_pass_through_two_models_makes_a_step_of_both(policy, order, passes) -> None:
+    models, runs = parts(policy)
+    twins = [copy.deepcopy(model).float() for model in models]
+    bystander = nn.Linear(4, 2)
+    other = prepare(bystander, torch.optim.SGD(bystander.parameters(), lr=0.1), FP32)
+    optimizers = [torch.optim.SGD(twin.parameters(), lr=0.1) for twin in twins]
+    for _ in range(3):
+        with runs[0].accumulate(passes):
+            for factor in range(passes):
+                runs[0].backward(through_both(*runs, factor + 1.0))
+        for factor in range(passes):
+            (through_both(*twins, factor + 1.0) / passes).backward()
+        for each in order:
+            runs[each].step()
+            other.backward(loss_of(other))  # of a model that has nothing to do with these
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    exact = {"rtol": 0, "atol": 1e-6 if policy is FP32 else 4e-3}
+    for run, twin in zip(runs, twins, strict=True):
+        for got, wanted in zip(run.finish().parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(got, wanted, **exact)
+
+
+@pytest.mark.parametrize("end", ["step", "finish", "gone", "zero_grad"])
+def test_what_a_run_left_is_dropped_when_it_has_ended_too(end) -> None:
+    (_, second), runs = parts(FP32)
+    alone = copy.deepcopy(second)
+    runs[0].backward(through_both(*runs))
+    if end == "gone":
+        del runs[0]
+        gc.collect()
+    else:
+        getattr(runs[0], end)()
+    assert second.weight.grad is not None
+    runs[-1].backward(loss_of(runs[-1]))
+    loss_of(alone).backward()
+    assert torch.equal(second.weight.grad, alone.weight.grad)
+
+
+def test_accumulated_gradients_stay_through_the_turns_of_another_run() -> None:
+    models, (first, second) = parts(FP32)
+    twins = [copy.deepcopy(model) for model in models]
+    for own_pass in (second.backward, torch.Tensor.backward):  # the user's own counts as the run's
+        for factor in (1.0, 2.0):
+            own_pass(loss_of(second, factor))
+            first.backward(through_both(models[0], models[1].requires_grad_(requires_grad=False)))
+            models[1].requires_grad_()
+            first.step()
+        (loss_of(twins[1], 1.0) + loss_of(twins[1], 2.0)).backward()
+        torch.testing.assert_close(models[1].weight.grad, twins[1].weight.grad)
+        for gradients in (second, twins[1]):
+            gradients.zero_grad()
+    twins[0].load_state_dict(models[0].state_dict())
+    loss_of(models[1]).backward()
+    for _ in range(2):
+        first.backward(through_both(*models))
+        first.step()
+        through_both(*twins).backward()
+        twins[0].load_state_dict(models[0].state_dict())
+    loss_of(twins[1]).backward()
+    torch.testing.assert_close(models[1].weight.grad, twins[1].weight.grad)  # summed with what reaches them, as by torch
+
+
+@pytest.mark.parametrize("policy", [AMP_FP16, MASTER_FP16], ids=lambda policy: policy.name)
+def test_a_step_in_the_loss_scale_of_a_run_of_another_model_is_refused(policy) -> None:
+    _, runs = parts(policy)
+    runs[0].backward(through_both(*runs))
+    runs[0].step()
+    with pytest.raises(TrainingError, match=r"another run gave weight gradients in another loss scale.*its zero_grad\(\) first"):
+        runs[1].step()
+    runs[1].backward(loss_of(runs[1]))  # drops them
+    runs[1].step()
+
+
+def test_a_training_in_another_thread_is_no_business_of_a_run() -> None:
+    _, (here, there) = parts(AMP_FP16)
+
+    def in_thread(function) -> None:
+        thread = threading.Thread(target=function)
+        thread.start()
+        thread.join()
+
+    in_thread(lambda: (there.backward(loss_of(there)), there.step()))
+    with here._weights.gradients.backward(scaled=True):
+        in_thread(lambda: there.backward(loss_of(there)))
+    here.step()
+    here.backward(loss_of(here))
+    before = there.named_masters()["weight"].clone()
+    in_thread(there.step)
+    assert not torch.equal(before, there.named_masters()["weight"])

@@ -216,3 +216,15 @@ def test_a_quantized_model_is_refused(quantize) -> None:
     quantized = quantize(model, [(x,)] if quantize is ck.quant.quantize_static else (x,))
     with pytest.raises(ModelError, match="plan_channels: Sequential is quantized already, .*; prune the float model"):
         ck.prune.plan_channels(quantized, (x,), ck.keep(macs=0.5))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ratios": [0.5]}, r"plan_channels\(ratios=...\): wanted the ratio of each layer, such as {'conv1': 0.5}, got \[0.5\]"),
+        ({"whole_heads": "no"}, r"plan_channels\(whole_heads=...\): wanted True or False, got 'no'"),
+    ],
+)
+def test_settings_of_another_kind_are_refused(settings, message) -> None:
+    with pytest.raises(SettingError, match=message):
+        plan_channels(linear_pair(), (X,), budget=keep(macs=0.5), **settings)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import networks
 import pytest
 import torch
 from networks import build, image, images_task
+from torch.nn.functional import mse_loss
 
 import compresskit as ck
 from compresskit.base.errors import ModelError, SettingError
@@ -91,3 +93,16 @@ def test_bad_strengths() -> None:
 def test_a_model_without_channels_is_refused_by_the_name_of_the_objective() -> None:
     with pytest.raises(ModelError, match="group_lasso: ReLU has no parameters"):
         group_lasso().bind(torch.nn.ReLU(), images_task(ck, samples=32, classes=4))
+
+
+def test_a_recipe_asks_the_objective_inside_before_it_trains(tmp_path, monkeypatch) -> None:
+    def train(*args):
+        raise AssertionError
+
+    monkeypatch.setattr(ck.Train, "__call__", train)
+    x, y = torch.randn(8, 8), torch.rand(8, 1)
+    task = ck.Task(train=[(x, y)], val=[(x, y)], loss=mse_loss, metric=mse_loss, higher_is_better=False)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1)).eval()
+    goal = group_lasso(ck.imitate(copy.deepcopy(model)))
+    with pytest.raises(ModelError, match="stage 1, Train: imitate"):
+        ck.Recipe(ck.Train(epochs=1, objective=goal)).run(model, task, out=tmp_path / "run")

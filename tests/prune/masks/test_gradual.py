@@ -144,3 +144,13 @@ def test_movement_removes_what_moves_to_zero() -> None:
 
     assert kept(ck.prune.criteria.l2) == [[True, False]]
     assert kept(movement) == [[False, True]]
+
+
+def test_a_second_schedule_lets_nothing_grow_that_was_removed_before() -> None:
+    task, seen = images_task(ck, samples=96), []
+    model = Sparsify(budget=ck.remove(weights=0.5))(build(networks.Residual), task)
+    first = masks_of(model).removed
+    how = replace(ONE, on_step=lambda _: seen.append(masks_of(model).removed))
+    Sparsify(budget=ck.remove(weights=0.8), schedule=schedules.Linear(), until=1.0, updates=3, finetune=how)(model, task)
+    assert len(seen) == 3
+    assert min(seen) >= first

@@ -139,3 +139,24 @@ def test_patterns_along_inputs_leave_transposed_convolutions_dense(pattern) -> N
     with pytest.warns(UserWarning, match=r"0.weight is left dense: the weight of a ConvTranspose2d is \(inputs, outputs, ...\)"):
         masks = plan_mask(model, budget, pattern=pattern)
     assert list(masks.masks) == ["1.weight"]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_ratio_of_the_longest_name_counts_in_any_order(turned) -> None:
+    ratios = {"": 0.5, "0": 0.25, "0.1.weight": 0.75}
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 8))
+    plan = plan_mask(model, allocation=dict(reversed(ratios.items())) if turned else ratios)
+    assert plan.ratios() == {"0.0.weight": 0.25, "0.1.weight": 0.75, "1.weight": 0.5}
+
+
+@pytest.mark.parametrize("setting", ["protect", "include"])
+@pytest.mark.parametrize("names", ["12", "1.weight", 3, (1, 2)])
+def test_a_text_is_no_tuple_of_names(setting, names) -> None:
+    """Its letters were taken for names: "12" protected the modules 1 and 2."""
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+    wanted = rf"\('{names}',\)" if isinstance(names, str) else r'\("layer1", "head"\)'
+    with pytest.raises(
+        SettingError, match=rf"{setting}=\.\.\.: wanted dotted names of tensors or modules, such as {wanted}, got "
+    ):
+        plan_mask(model, ck.remove(weights=0.5), **{setting: names})
+    assert plan_mask(model, ck.remove(weights=0.5), **{setting: ["1"]}).masks

@@ -151,6 +151,32 @@ def test_static_quantization_and_folding_keep_the_masks() -> None:
     assert masks_of(model) is not None
 
 
+def test_dense_weights_under_masks_are_not_written_down(tmp_path) -> None:
+    """A checkpoint of before the pruning, loaded by mistake; training, which sets the weights to zero again, may go on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
+    dense, x = {name: value.clone() for name, value in model.state_dict().items()}, torch.randn(16, 16)
+    plan_mask(model, ck.remove(weights=0.5)).apply_(model)
+    model.load_state_dict(dense)
+    told = r"weights of 0.weight that its mask removes are not zero \(80 weights of 2 tensors in all\).*, or keep them"
+    with pytest.raises(ModelError, match=f"^export_onnx: .*{told}"):
+        ck.export_onnx(model, tmp_path / "dense.onnx", (x,))
+    assert not any(tmp_path.iterdir())
+    for quantize in (ck.quant.quantize_static, ck.quant.prepare_qat):
+        with pytest.raises(ModelError, match=f"^Sequential: .*{told}"):
+            quantize(model, [(x,)])
+    with pytest.raises(ModelError, match=f"^Sequential: .*{told}"):
+        ck.quant.quantize_weights(model, (x,))
+    masks_of(model).zero_(model)
+    quantized = ck.quant.quantize_static(model, [(x,)])
+    ck.export_onnx(model, tmp_path / "sparse.onnx", (x,))
+    ck.prune.detach_masks_(model)
+    model.load_state_dict(dense)
+    ck.quant.quantize_static(model, [(x,)])
+    ck.export_onnx(quantized, tmp_path / "int8.onnx", (x,))
+    assert int8_zeros(tmp_path / "int8.onnx") >= 80
+
+
 def test_what_a_mask_keeps_never_rounds_to_zero(tmp_path) -> None:
     """A weight next to zero would be a zero of the file that the mask does not know."""
     torch.manual_seed(0)

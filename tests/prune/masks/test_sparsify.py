@@ -217,3 +217,63 @@ def test_an_optimizer_of_other_parameters_cannot_hold_masks() -> None:
     with pytest.raises(ModelError, match="enforce_masks_: the SGD does not update weight; pass the one that does, or the Run of"):
         enforce_masks_(model, torch.optim.SGD(other.parameters(), lr=0.1))
     assert not model.weight._backward_hooks
+
+
+def test_several_optimizers_hold_masks_together() -> None:
+    """As where Muon has the matrices and AdamW the rest, or backbone and head have one each."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    optimizers = [torch.optim.SGD([model[0].weight], lr=0.1, momentum=0.9)]
+    optimizers.append(torch.optim.AdamW([model[0].bias, *model[2].parameters()], lr=0.1))
+
+    def steps():
+        model(torch.randn(32, 8)).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    steps()  # dense: momentum of weights that are going to be removed
+    masks = plan_mask(model, ck.remove(weights=0.5))
+    masks.apply_(model)
+    wanted = r"the SGD does not update 2.weight; .*several optimizers train it, pass all of them: enforce_masks_\(model, a, b\)"
+    with pytest.raises(ModelError, match=wanted):
+        enforce_masks_(model, optimizers[0])
+    strangers = [torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1) for _ in range(2)]
+    with pytest.raises(ModelError, match="the SGD and the SGD do not update 0.weight"):
+        enforce_masks_(model, *strangers)
+    release, before = enforce_masks_(model, *optimizers), copy.deepcopy(model)
+    steps()
+    assert masks.violations(model) == {}
+    assert not any(torch.equal(model[layer].weight, before[layer].weight) for layer in (0, 2))
+    release()
+    steps()
+    assert set(masks.violations(model)) == {"0.weight", "2.weight"}
+    assert not any(optimizer._optimizer_step_post_hooks for optimizer in optimizers)
+    assert not model[0].weight._backward_hooks
+
+
+@pytest.mark.filterwarnings("ignore:prepare. the optimizer does not have:UserWarning")
+def test_masks_are_held_by_the_runs_of_one_model_and_by_none_of_another() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
+    runs = [ck.mixed.prepare(model, torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9)) for part in model]
+
+    def steps():
+        runs[0].backward(runs[0](torch.randn(32, 8)).square().mean())
+        for run in runs:
+            run.step()
+
+    steps()
+    masks = plan_mask(model, ck.remove(weights=0.5))
+    masks.apply_(model)
+    other = nn.Linear(8, 16)
+    plan_mask(other, ck.remove(weights=0.5)).apply_(other)
+    for given, place in ((model[1], r"1\.weight"), (other, "not")):
+        with pytest.raises(ModelError, match=f"weight has a mask and is {place} in the model of the Run; give the model that"):
+            enforce_masks_(given, runs[0])
+    runs[0].model = torch.compile(model, backend="eager")
+    release = enforce_masks_(model, *runs)
+    runs[0].model = model
+    steps()
+    release()
+    assert masks.violations(model) == {}
+    assert not any(run.after_update for run in runs)

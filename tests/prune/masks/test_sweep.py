@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import networks
 import pytest
@@ -15,6 +17,7 @@ from torch import nn
 
 import compresskit as ck
 from compresskit.base.errors import CheckpointError, ModelError, SettingError
+from compresskit.base.files import read_json, write_json, write_tensors
 from compresskit.prune import rewind, sweep
 from compresskit.train.snapshots import rewind_
 
@@ -171,3 +174,109 @@ def test_buffers_that_no_state_dict_has_and_frozen_parameters_count(tmp_path) ->
     for change in ({"mean": 0.5}, {"frozen": True}):
         with pytest.raises(CheckpointError, match="it holds a sweep with other model; choose another out="):
             swept(**change)
+
+
+def test_a_sweep_of_tied_weights_goes_on(tmp_path) -> None:
+    task, model = loss_task(), networks.build(networks.Tied)
+    settings = dict(ratios=(0.3, 0.5), methods=["none", "weight rewinding"])
+    sweep(model, task, TUNE, out=tmp_path / "run", **settings | dict(ratios=(0.3,)))
+    assert sweep(model, task, TUNE, out=tmp_path / "run", **settings) == sweep(model, task, TUNE, **settings)
+
+
+def test_stored_weights_of_another_model_are_refused(tmp_path) -> None:
+    task, model = loss_task(), networks.build(networks.Chain)
+    sweep(model, task, TUNE, ratios=(0,), methods=["none"], out=tmp_path)
+    write_tensors(tmp_path / "dense-0.safetensors", networks.Residual().state_dict())
+    with pytest.raises(CheckpointError, match=r"dense-0.safetensors: the weights are of another model \(.*; delete the folder"):
+        sweep(model, task, TUNE, ratios=(0, 0.5), methods=["none"], out=tmp_path)
+
+
+def test_points_imitate_the_reference_that_is_given() -> None:
+    task = replace(loss_task(), reference=networks.build(networks.Residual).eval())
+    how, at = replace(TUNE, objective=ck.imitate()), sparse(0.5)
+    model = networks.build(networks.Chain)
+    found = sweep(model, task, TUNE, ratios=(0.5,), methods=["fine-tuning"], finetune=how)
+    torch.manual_seed(0)
+    dense = TUNE(copy.deepcopy(model), task)
+    torch.manual_seed(0)
+    assert found.points[0].metric == ck.evaluate(replace(at, finetune=how)(dense, task), task)
+
+
+def test_every_part_of_the_task_counts(tmp_path) -> None:
+    task, model = loss_task(), networks.build(networks.Chain)
+    task = replace(task, reference=networks.build(networks.Residual).eval(), higher_is_better=False)
+    settings = dict(ratios=(0,), methods=["none"], out=tmp_path)
+    found = sweep(model, task, TUNE, **settings)
+    assert sweep(model, replace(task), TUNE, **settings) == found
+    other = networks.build(networks.Residual).eval()
+    with torch.no_grad():
+        other.get_parameter("head.bias").add_(1)
+    for change in (
+        dict(reference=other),
+        dict(calibration=[(x * 3 + 5, y) for x, y in task.train]),
+        dict(higher_is_better=True),
+        dict(train=task.train[:1]),
+        dict(val=task.val[:1]),
+    ):
+        (name,) = change
+        with pytest.raises(CheckpointError, match=rf"it holds a sweep with other Task\({name}=...\); choose another out="):
+            sweep(model, replace(task, **change), TUNE, **settings)
+
+
+def test_what_a_running_metric_has_counted_makes_no_other_task(tmp_path) -> None:
+    class Counted:
+        def __init__(self):
+            self.reset()
+
+        def reset(self):
+            self.right = self.all = 0
+
+        def update(self, predictions, target):
+            self.right += int((predictions.argmax(1) == target).sum())
+            self.all += len(target)
+
+        def compute(self):
+            return self.right / self.all
+
+    task, model = replace(loss_task(), metric=Counted()), networks.build(networks.Chain)
+    settings = dict(ratios=(0,), methods=["none"], out=tmp_path)
+    assert sweep(model, task, TUNE, **settings) == sweep(model, task, TUNE, **settings)
+
+
+def test_folders_of_earlier_versions_are_refused(tmp_path) -> None:
+    task, model = loss_task(), networks.build(networks.Chain)
+    sweep(model, task, TUNE, ratios=(0,), methods=["none"], out=tmp_path)
+    record = read_json(tmp_path / "sweep.json", "a sweep")
+    del record["key"]["Task(reference=...)"]
+    write_json(tmp_path / "sweep.json", record)
+    with pytest.raises(CheckpointError, match="it holds a sweep of another version of compresskit, .*; choose another out="):
+        sweep(model, task, TUNE, ratios=(0,), methods=["none"], out=tmp_path)
+
+
+def test_the_folder_is_where_it_was_named(tmp_path, monkeypatch) -> None:
+    class Wandering(list):
+        def __iter__(self):
+            os.chdir(tmp_path / "elsewhere")
+            return super().__iter__()
+
+    (tmp_path / "elsewhere").mkdir()
+    task, model = loss_task(), networks.build(networks.Chain)
+    task = replace(task, train=Wandering(task.train))
+    monkeypatch.chdir(tmp_path)
+    sweep(model, task, TUNE, ratios=(0,), methods=["none"], out="run")
+    assert Path.cwd() == tmp_path / "elsewhere"
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"sweep.json", "dense-0.safetensors", "early-0.safetensors"}
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_what_cannot_be_measured_or_kept_is_refused_before_anything_is_trained(tmp_path, monkeypatch) -> None:
+    def train(*args):
+        raise AssertionError
+
+    task, model = loss_task(), networks.build(networks.Chain)
+    monkeypatch.setattr(ck.Train, "__call__", train)
+    with pytest.raises(SettingError, match=r"Task\(val=...\), which was not given"):
+        sweep(model, replace(task, val=None), TUNE, ratios=(0,), methods=["none"])
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="file: cannot be written .*choose another out="):
+        sweep(model, task, TUNE, ratios=(0,), methods=["none"], out=tmp_path / "file")

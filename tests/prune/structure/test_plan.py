@@ -79,6 +79,27 @@ def test_a_plan_joins_names_that_differ_in_one_number() -> None:
     )
 
 
+class OwnParameters(nn.Module):
+    """Parameters of the model itself, in front of a layer and behind one."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.c = nn.Linear(6, 16), nn.Linear(16, 4)
+        self.gain, self.middle = nn.Parameter(torch.rand(16) + 0.5), nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, x):
+        return self.c((self.a(x) * self.gain).relu() @ self.middle)
+
+
+def test_a_plan_names_the_model_whose_own_parameters_change() -> None:
+    torch.manual_seed(0)
+    plan = plan_channels(OwnParameters(), torch.randn(4, 6), keep(macs=0.5), round_to=1)
+    text = str(plan)
+    assert "of 16, with the model, the model[in]\n" in text
+    assert "\n  the model: keep" in text
+    assert " , " not in text
+
+
 def test_a_plan_with_attributes_and_scales_applies_again_from_json() -> None:
     model, plan, pruned = cut(special.FusedAttention)
     again = Plan.from_json(json.loads(json.dumps(plan.to_json())))

@@ -261,3 +261,97 @@ def test_nothing_is_proved_where_no_output_is_finite() -> None:
 
     reason = "no output of the model is finite on the example, so that nothing can be compared"
     assert reason in refused_reason(NotNumbers(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 5)), torch.randn(4, 12))
+
+
+class Scaled(nn.Module):
+    """Two layers with a function of channels and of a vector as long between them."""
+
+    def __init__(self, between, buffers=False, image=False):
+        super().__init__()
+        self.a, self.c = (nn.Conv2d(3, 24, 3), nn.Conv2d(24, 4, 1)) if image else (nn.Linear(6, 24), nn.Linear(24, 4))
+        self.between = between
+        gain, mean = (values.view(-1, 1, 1) if image else values for values in (torch.rand(24) + 0.5, torch.randn(24)))
+        if buffers:
+            self.register_buffer("gain", gain)
+        else:
+            self.gain = nn.Parameter(gain)
+        if "mean" in between.__code__.co_varnames:
+            self.register_buffer("mean", mean)
+
+    def forward(self, x):
+        return self.c(self.between(self.a(x), self.gain, *([self.mean] if "mean" in self._buffers else [])))
+
+
+BETWEEN = {
+    "quotient": lambda h, g: h / g,
+    "divide": lambda h, g: torch.divide(h, g),
+    "in place": lambda h, g: h.clone().div_(g),
+    "standardized": lambda h, g, mean: (h - mean) / g,
+    "power": lambda h, g: h * g**-0.5,
+    "rsqrt": lambda h, g: h * g.rsqrt(),
+    "reciprocal": lambda h, g: (h * g.reciprocal()).relu(),
+    "logarithm": lambda h, g: h + g.log(),
+    "divisor computed": lambda h, g: h / (g.abs().sqrt() * h.new_ones(1).exp()),
+    "behind another": lambda h, g: ((h / g).tanh() + h) / g,
+    "not zero": lambda h, g: ((h + 1) / g).sigmoid(),
+}
+
+
+@pytest.mark.parametrize("image", [False, True])
+@pytest.mark.parametrize("between", BETWEEN)
+def test_channels_that_are_divided_by_a_vector_are_cut(between, image) -> None:
+    """The reference has zeros in the layers before and behind the channels, and the vector as it is, in float64."""
+    torch.manual_seed(0)
+    model = Scaled(BETWEEN[between], buffers=between in ("quotient", "rsqrt"), image=image).eval()
+    x = torch.randn(4, 3, 6, 6) if image else torch.randn(4, 6)
+    plan = plan_channels(model, x, keep(macs=0.5), round_to=1)
+    gone = list(plan.remove["a.weight"][0])
+    assert plan.remove["gain"] == {0: tuple(gone)}
+    zeroed = copy.deepcopy(model).double()
+    with torch.no_grad():
+        zeroed.a.weight[gone] = zeroed.a.bias[gone] = 0
+        zeroed.c.weight[:, gone] = 0
+    pruned = apply_(copy.deepcopy(model).double(), plan)
+    for rows in (4, 1, 7):
+        inputs = 3 * torch.randn(rows, *x.shape[1:], dtype=torch.float64)
+        assert torch.allclose(pruned(inputs), zeroed(inputs), rtol=1e-12, atol=1e-12)
+
+
+def test_a_plan_that_cuts_a_divisor_elsewhere_fails_the_proof() -> None:
+    """The divisor keeps its values there, and those of the wrong channels are others."""
+    torch.manual_seed(0)
+    model, x = Scaled(BETWEEN["quotient"]).eval(), torch.randn(4, 6)
+    nn.init.ones_(model.gain)
+    plan = plan_channels(model, x, keep(macs=0.5), round_to=1)
+    gone = plan.remove["gain"][0]
+    other = tuple(sorted(set(range(24)) - set(gone)))[: len(gone)]
+    assert prove(model, plan, x) is None
+    for name, dim in (("gain", 0), ("a.weight", 0), ("c.weight", 1)):
+        wrong = replace(plan, remove=plan.remove | {name: {**plan.remove[name], dim: other}})
+        assert "removed is not zeroed" in prove(model, wrong, x)
+
+
+MIXES = {
+    "softmax": lambda h, g: (h / g).softmax(1),
+    "unit vectors": lambda h, g: F.normalize((h + 1) / g, dim=1),
+    "sum of what is not zero": lambda h, g: h * ((h + 1) / g).sum(1, keepdim=True),
+    "sum of logarithms": lambda h, g: h * (h.abs() + g.log()).sum(1, keepdim=True),
+    "mean by a count": lambda h, g: h - (h / g).sum(1, keepdim=True) / h.shape[1],
+    "other divisor": lambda h, g: h / g.roll(1),
+    "logarithm of channels": lambda h, g: h * (h / g).abs().log().sum(1, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("between", MIXES)
+def test_channels_that_are_divided_and_mixed_stay(between) -> None:
+    torch.manual_seed(0)
+    reason = refused_reason(Scaled(MIXES[between]).eval(), torch.randn(4, 6))
+    assert "no channel can be removed; locked: 24 channels" in reason
+    assert "finite" not in reason or between == "logarithm of channels"
+
+
+def test_zeros_that_leave_nothing_finite_are_named() -> None:
+    """The model itself gives numbers."""
+    torch.manual_seed(0)
+    reason = refused_reason(Scaled(lambda h, g: (h * g).abs().log()).eval(), torch.randn(4, 6))
+    assert "with the removed channels at zero no output of the model is finite (a division by them, or their log" in reason

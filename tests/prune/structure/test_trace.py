@@ -9,7 +9,7 @@ import pytest
 import special_networks as special
 import torch
 from networks import image
-from pruned import assert_untouched, cut, planned, state
+from pruned import assert_equals_zeroed, assert_untouched, cut, planned, state
 from torch import nn
 
 from compresskit import keep
@@ -199,3 +199,47 @@ def test_a_buffer_that_only_training_writes_is_cut() -> None:
     model.register_buffer("mean", torch.zeros(16))
     plan = plan_channels(model, torch.rand(2, 3, 8, 8), budget=keep(macs=0.6), round_to=1)
     assert plan.remove["mean"][0] == plan.remove["0.weight"][0]
+
+
+class RotaryWithCopy(special.Rotary):
+    """Keeps its first frequencies for later, as models of Hugging Face do, and reads them where they are asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("original", self.frequencies.clone(), persistent=False)
+        self.long = False
+
+    def turned(self, x):
+        if self.long:
+            self.frequencies = self.original
+        return super().turned(x)
+
+
+def test_an_unread_copy_of_a_buffer_is_cut_with_it() -> None:
+    """It locked the heads of all models of Hugging Face that have rotary positions."""
+    model, plan, pruned = cut(RotaryWithCopy)
+    assert plan.remove["q.weight"][0]
+    assert plan.remove["frequencies"] == plan.remove["original"]
+    assert not any("original" in reason for reason in plan.locked)
+    assert_equals_zeroed(model, plan, special.example(RotaryWithCopy))
+    model.long = True
+    model.frequencies.zero_()
+    assert_equals_zeroed(model, plan, special.example(RotaryWithCopy))
+    assert torch.equal(pruned.original, pruned.frequencies)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.original.mul_(2),
+        lambda model: (model.original.fill_(0.5), model.frequencies.fill_(0.5)),
+        lambda model: model.register_buffer("another", torch.rand(4)),
+    ],
+    ids=["other values", "values that are all alike", "another unread buffer"],
+)
+def test_channels_that_an_unread_buffer_may_meet_stay_where_it_is_no_clear_copy(change) -> None:
+    model = RotaryWithCopy().eval()
+    change(model)
+    plan = plan_channels(model, special.example(RotaryWithCopy), budget=keep(macs=0.8), round_to=1)
+    assert any("which the model does not read on the example" in reason for reason in plan.locked)
+    assert not plan.remove.keys() & {"frequencies", "original"}

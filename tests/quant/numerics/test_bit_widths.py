@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import onnx
 import pytest
 import torch
@@ -12,6 +13,8 @@ from compresskit.base.errors import SettingError
 from compresskit.quant import X86, quantize_static
 from compresskit.quant.calibration.layer_outputs import integer_layers
 from compresskit.quant.numerics.bit_widths import Bits, bits_of_layer
+from compresskit.quant.numerics.block_grid import BlockScheme
+from compresskit.quant.numerics.palette import Palette
 from compresskit.quant.numerics.quantizers import ActivationQuantizer, WeightQuantizer
 from compresskit.quant.numerics.scheme import Scheme, fake_quantize, to_integers
 from compresskit.quant.numerics.targets import TENSORRT
@@ -63,12 +66,13 @@ def test_files_store_few_bits_packed_and_run_in_integers(bits, weights, opset, t
 
 @pytest.mark.parametrize("width", [2, 5, 8, 11, 16])
 def test_activations_take_no_more_values_than_their_bits_allow_in_the_file_too(width, tmp_path) -> None:
-    quantized = quantize_static(net(), [X], bits=Bits(activations=width))
+    x = 8 * X  # a hard-swish of small values is float
+    quantized = quantize_static(net(), [x], bits=Bits(activations=width))
     assert {q.scheme.bits for q in quantized.activation_quantizers() if q.anchor is None} == {width}
     assert {q.scheme.bits for q in quantized.activation_quantizers() if q.anchor is not None} == {min(width, 8)}
-    path = ck.export_onnx(quantized, tmp_path / "m.onnx", (X,))
-    far = 20 * X  # saturates: the ends of the narrow format, not those of 8 bits
-    ck.verify_onnx(path, quantized, [(X,), (far,)])
+    path = ck.export_onnx(quantized, tmp_path / "m.onnx", (x,))
+    far = 20 * x  # saturates: the ends of the narrow format, not those of 8 bits
+    ck.verify_onnx(path, quantized, [(x,), (far,)])
     first = quantized.activation_quantizers()[0]
     assert len(first(far).unique()) <= 2**width
 
@@ -166,6 +170,24 @@ def test_what_cannot_be_expressed_is_refused(settings, message) -> None:
 def test_widths_out_of_range_are_refused(name, value) -> None:
     with pytest.raises(SettingError, match=rf"Bits\({name}=\.\.\.\): wanted [12]\.\.(8|16), got {value}"):
         Bits(**{name: value})
+
+
+@pytest.mark.parametrize("kind", [BlockScheme, Palette, Bits])
+def test_bits_may_be_a_number_of_numpy_but_no_text(kind) -> None:
+    """The message showed no quotes: "wanted 2..8, got 4"."""
+    name = "weights" if kind is Bits else "bits"
+    made = kind(**{name: np.int64(4)})
+    assert made == kind(**{name: 4})
+    assert type(vars(made)[name]) is int  # a record has no others
+    with pytest.raises(SettingError, match=rf"{kind.__name__}\({name}=\.\.\.\): wanted a whole number.* got '4'"):
+        kind(**{name: "4"})
+
+
+def test_other_settings_of_blocks_are_checked() -> None:
+    with pytest.raises(SettingError, match=r"BlockScheme\(block_size=\.\.\.\): wanted 16, 32, 64, .* got '32'"):
+        BlockScheme(block_size="32")
+    with pytest.raises(SettingError, match=r"BlockScheme\(symmetric=\.\.\.\): wanted True or False, got 'no'"):
+        BlockScheme(symmetric="no")
 
 
 def test_four_bits_need_no_room_against_overflow() -> None:

@@ -100,6 +100,7 @@ def test_percentile_equals_numpys_quantile(kind, share) -> None:
         (lambda: Percentile(0.4), "fraction"),
         (lambda: HistogramMSE(9), "bits"),
         (lambda: Entropy(1), "bits"),
+        (lambda: Entropy("8"), r"Entropy\(bits=\.\.\.\): wanted a whole number of 2\.\.8, got '8'"),
         (lambda: Percentile(bins=63), "bins"),
     ],
 )

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import networks
+import pytest
+import torch
 from networks import build, image
+from torch import Tensor, nn
 
+import compresskit as ck
 from compresskit.graph.normalize import aten
+from compresskit.metrics import decibels
 from compresskit.quant import quantize_static
 
 
@@ -22,3 +27,46 @@ def test_inputs_of_a_concat_share_a_quantizer() -> None:
     concat = next(n for n in quantized.body.graph.nodes if n.target is aten.cat.default)
     assert len({n.target for n in concat.args[0]}) == 1
     assert names.count(concat.args[0][0].target) == 3
+
+
+@pytest.mark.parametrize(("bound", "ends"), [
+    (lambda x: x.clamp(min=0), (0.0, None)), (lambda x: x.clamp_min(0), (0.0, None)), (lambda x: x.clamp(0, 6), (0.0, 6.0)),
+    (lambda x: torch.clamp(x, min=-1, max=1), (-1.0, 1.0)), (nn.functional.hardtanh, (-1.0, 1.0)),
+    (lambda x: x.clamp_(min=-0.2), (-0.2, None)), (lambda x: nn.functional.hardtanh(x, -2.0, 3.0), (-2.0, 3.0)),
+])  # fmt: skip
+def test_a_clamp_around_zero_is_the_range_of_its_quantizer(bound, ends, tmp_path) -> None:
+    """Computed in float behind a rounding of the whole range, values within bounds had few steps."""
+
+    class Bounded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)
+            nn.init.normal_(self.first.weight, std=2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(bound(self.first(x)))
+
+    torch.manual_seed(0)
+    model, x = Bounded().eval(), torch.randn(16, 3, 12, 12)
+    quantized = quantize_static(model, [x])
+    assert ends in {q.clamp for q in quantized.activation_quantizers()}
+    assert not quantized.placement.floating
+    with torch.no_grad():
+        wanted, found = model(x), quantized(x)
+    parts = wanted - wanted.mean((0, 2, 3), keepdim=True), found - wanted
+    assert decibels(*(float(part.square().sum()) for part in parts)) > 28  # 27.0 of -1 to 1 in float
+    ck.verify_onnx(ck.export_onnx(quantized, tmp_path / "m.onnx", x), quantized, [x])
+
+
+@pytest.mark.parametrize(("low", "high"), [(None, 1.0), (0.5, 2.0), (-2.0, -0.5)])
+def test_a_clamp_that_no_range_replaces_is_computed_in_float(low, high) -> None:
+    class Bounded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x).clamp(low, high))
+
+    quantized = quantize_static(Bounded().eval(), [torch.randn(16, 3, 12, 12)])
+    assert "clamp" in quantized.placement.floating

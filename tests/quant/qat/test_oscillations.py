@@ -128,3 +128,47 @@ def test_bad_settings_are_refused(settings, message) -> None:
 def test_other_settings_are_refused_by_the_stage() -> None:
     with pytest.raises(SettingError, match=r"QAT\(oscillations=\.\.\.\): wanted quant\.qat\.Oscillations\(\.\.\.\), got 0\.1"):
         ck.QAT(epochs=1, oscillations=0.1)
+
+
+class Sharpened(nn.Module):
+    """A loss with a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.log_factor = nn.Parameter(torch.zeros(()))
+
+    def forward(self, predictions, target):
+        return nn.functional.cross_entropy(predictions * self.log_factor.exp(), target)
+
+
+@pytest.mark.parametrize("oscillations", [Oscillations(), Oscillations(damping=1e-3)])
+def test_a_loss_with_parameters_is_refused_with_and_without_damping(oscillations) -> None:
+    task = images_task(ck, loss=Sharpened())
+    with pytest.raises(SettingError, match=r"Task\(loss=...\): Sharpened has parameters that require gradients"):
+        ck.QAT(epochs=1, oscillations=oscillations)(build(networks.Residual), task)
+
+
+def test_a_weight_that_rests_between_its_turns_oscillates_too() -> None:
+    quantized = one_layer(bits=3)
+    weight = quantized.body.get_parameter("0.weight")
+    freezer = FreezeOscillating(quantized, threshold=0.9, momentum=0.5)
+    with torch.no_grad():
+        next(quantizer for quantizer, _ in quantized.rounded_weights()).scale.fill_(1.0)
+    for step in (1.0, 2.0, 2.0, 1.0):
+        with torch.no_grad():
+            weight.fill_(step)
+        freezer.step_()
+    (state,) = freezer.states.values()
+    assert (state["frequency"] == 0.5).all()
+
+
+def test_channels_that_batchnorm_scales_to_nothing_are_not_written() -> None:
+    quantized = prepare_qat(build(networks.Residual), [image(16)], bits=Bits(weights=3), learned=True)
+    behind = next(weight for weight in latent_weights(quantized) if weight.factor is not None)
+    behind.factor[0] = 0
+    before = behind.parameter.detach().clone()
+    with torch.no_grad():
+        behind.write_(torch.ones_like(before), torch.ones_like(before, dtype=torch.bool))
+    changed = (behind.parameter != before).flatten(1).any(1)
+    assert not changed[0]
+    assert changed[1:].all()

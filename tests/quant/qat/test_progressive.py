@@ -111,3 +111,24 @@ def test_the_least_of_a_learned_scale_changes_with_it() -> None:
     again.load_state_dict(quantized.state_dict())
     for (a, weight), (b, _) in zip(quantized.rounded_weights(), again.rounded_weights(), strict=True):
         assert torch.equal(a.qparams(weight)[0], b.qparams(weight)[0])
+
+
+def test_zero_points_of_learned_scales_change_with_the_bits() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).eval(), torch.randn(64, 4) + 1
+    quantized = prepare_qat(model, [x], bits=Bits(activations=4, weights=4), learned=True)
+    moved = [q for q in quantized.quantizers() if isinstance(q, ActivationQuantizer) and int(q.zero_point) not in (0, 15)]
+    before = [int(q.zero_point) for q in moved]
+    assert moved
+    ProgressiveBits(quantized, (8,)).step_(0.0)
+    assert [int(q.zero_point) for q in moved] == [round(zero * 255 / 15) for zero in before]
+
+
+def test_ranges_of_activations_change_with_the_bits() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).eval(), torch.randn(64, 4)
+    quantized = prepare_qat(model, [x], bits=Bits(activations=4, weights=4))
+    moved = [q for q in quantized.quantizers() if isinstance(q, ActivationQuantizer)]
+    before = [float(q.scale) for q in moved]
+    ProgressiveBits(quantized, (8,)).step_(0.0)
+    assert [float(q.scale) for q in moved] == pytest.approx([scale * 15 / 255 for scale in before], rel=0.1)

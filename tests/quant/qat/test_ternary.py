@@ -123,3 +123,16 @@ def test_bad_input() -> None:
     ck.prune.plan_mask(masked, ck.remove(weights=0.5)).apply_(masked)
     with pytest.raises(ModelError, match="has masks, which ternary weights would not keep"):
         ternarize_(masked, X)
+
+
+def test_batchnorm_statistics_are_those_of_the_ternary_weights() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, bias=False), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(128, 4)
+    ).eval()  # fmt: skip
+    x = torch.randn(32, 3, 8, 8)
+    task = ck.Task(train=[(x, torch.arange(32) % 4)], val=[(x, torch.arange(32) % 4)])
+    made = Ternarize(finetune=None, samples=32)(model, task)
+    values = made[1](made[0](x))
+    torch.testing.assert_close(made[2].running_mean, values.mean((0, 2, 3)), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(made[2].running_var, values.var((0, 2, 3)), rtol=1e-3, atol=1e-4)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from compresskit.base.errors import SettingError
 from compresskit.base.inputs import AnyInputs
+from compresskit.base.settings import check_timing
 from compresskit.export.check.profile.file_layers import BEFORE, FileLayer, kind_of, match_layers, optimized_layers
 from compresskit.export.check.profile.kernels import MOST_EVENTS, Kernel, ProfiledFile, ProfilerCost, profiler_cost, run_in_turn
 from compresskit.export.check.profile.optimized_graph import INTEGER_KERNELS
@@ -173,8 +174,7 @@ def profile_layers(
     Raises SettingError for a setting out of range, or where the files have no layer in common; ExportError where a file does not
     load or run.
     """
-    if threads < 1 or seconds <= 0:
-        raise SettingError(f"audit(profile=True): wanted threads >= 1 and seconds > 0, got {threads} and {seconds}")
+    check_timing(threads, seconds, "audit(profile=True)")
     paths = [path] if against is None else [path, against]
     with tempfile.TemporaryDirectory() as folder:
         files = [ProfiledFile(p, inputs, threads, Path(folder) / str(i)) for i, p in enumerate(paths)]

@@ -11,6 +11,7 @@ from typing import Any
 from compresskit import distill, mixed, prune, quant
 from compresskit.base.budget import Budget
 from compresskit.base.errors import SettingError
+from compresskit.base.fingerprint.functions import OF_FILE, described_module
 from compresskit.distill import Distill
 from compresskit.prune import Prune
 from compresskit.quant import QAT, DynamicQuant, StaticQuant
@@ -33,24 +34,22 @@ NAMESPACES = {
     "lr": lr,
 }
 
-OF_FILE = "<run_path>"  # module of what a file defines that the command line, or a written recipe, runs
 SCRIPT_TEXT = '''"""{title}
 
     python {name} FILE.py      # which defines {defines}
 """
 
-import runpy
 import sys
 from pathlib import Path
 
 import compresskit as ck
+from compresskit.search.script.user_file import defined_by
 
 given = {{}}
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit(__doc__)
-    sys.path.insert(0, str(Path(sys.argv[1]).resolve().parent))  # as if the file were run
-    given = runpy.run_path(sys.argv[1])
+    given = defined_by(sys.argv[1], "{name}")
 {imports}
 recipe = {recipe}
 
@@ -58,8 +57,8 @@ if __name__ == "__main__":
     print(recipe.run(given["model"], given["task"], out=Path(__file__).parent / "{out}"))
 '''
 #: Names that the script has itself -> their modules, where they have one: another thing of that name would take their place.
-OF_SCRIPT = {"Path": "pathlib", "len": "builtins", "print": "builtins", "str": "builtins"}
-OF_SCRIPT |= dict.fromkeys(("ck", "given", "recipe", "runpy", "sys"), "the written recipe")
+OF_SCRIPT = {"Path": "pathlib", "len": "builtins", "print": "builtins"}
+OF_SCRIPT |= dict.fromkeys(("ck", "defined_by", "given", "recipe", "sys"), "the written recipe")
 
 
 def as_script(recipe: Recipe, *, title: str, name: str, out: str) -> str:
@@ -133,7 +132,7 @@ class SourceWriter:
         """The name by which a function or class is imported."""
         if (public := public_name(thing)) is not None:
             return public
-        module, name = thing.__module__, thing.__qualname__
+        module, name = described_module(thing.__module__), thing.__qualname__
         importable = module == OF_FILE or (module != "__main__" and all(part.isidentifier() for part in module.split(".")))
         if not name.isidentifier() or not importable:
             raise SettingError(

@@ -1,0 +1,30 @@
+"""What stays float by the ranges that calibration data show, besides what a target's rules leave float."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from compresskit.base.task import Inputs
+from compresskit.graph.capture import Captured
+from compresskit.quant.calibrated import CalibratedSettings
+from compresskit.quant.measured_placement.hard_gates import HardGates
+from compresskit.quant.measured_placement.joined_values import SeparateScales
+from compresskit.quant.numerics.scheme import Scheme
+from compresskit.quant.passes.placement import Placement
+
+ByRanges = Callable[[Captured, Placement, Scheme], Mapping[str, str]]
+
+
+def float_by_ranges(shown: Callable[[], Iterable[Inputs]], settings: CalibratedSettings) -> ByRanges | None:
+    """Names what stays float with some settings: no layers with `strict`, and nothing where no operator may be float.
+
+    shown: gives batches whose values show the ranges.
+    """
+    if settings.strict == "all":
+        return None
+    separate, gates = SeparateScales(shown, layers=not settings.strict), HardGates(shown)
+
+    def found(captured: Captured, placement: Placement, scheme: Scheme) -> Mapping[str, str]:
+        return separate(captured, placement, scheme) or gates(captured, placement, scheme)
+
+    return found

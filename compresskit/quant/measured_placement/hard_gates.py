@@ -1,0 +1,63 @@
+"""Leave a hard-swish float where the integers of its hard sigmoid would be too coarse for the value that it gates.
+
+A hard sigmoid that runs on integers needs no arithmetic, but 3 and -3, where it bends, must be integers of its input, so that the
+range of that input holds both. The input of a hard-swish is also multiplied by the result: where it keeps far below 3, as behind
+a BatchNorm of small weights, it would have a few of the 255 steps. The hard sigmoid and this product are then computed in float,
+and the input has the scale of its own values. A gate whose input nothing else reads stays: its own result is exact
+enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from compresskit.base.distributed import on_rank_zero
+from compresskit.base.task import Inputs
+from compresskit.graph.capture import Captured
+from compresskit.graph.normalize import Node
+from compresskit.quant.measured_placement.joined_values import Range, shown_ranges, union_of, width_of
+from compresskit.quant.numerics.operators import OPERATOR_KINDS
+from compresskit.quant.numerics.scheme import Scheme
+from compresskit.quant.passes.placement import Placement
+
+MOST_WIDENED = 2.0  # how much wider than its values the range of such an input may be: one bit is lost there at most
+
+
+class HardGates:
+    """Names the operators of such hard-swishes, each with the reason; called with a captured graph and a placement.
+
+    The ranges are measured once, at the first call for a graph that has any; of several processes the first decides for all.
+    """
+
+    def __init__(self, shown: Callable[[], Iterable[Inputs]]) -> None:
+        """shown: gives batches whose values show the ranges."""
+        self._shown = shown
+        self._ranges: dict[str, Range] = {}
+
+    def __call__(self, captured: Captured, placement: Placement, scheme: Scheme) -> dict[str, str]:
+        """scheme: format of activations."""
+        gates = [node for node in captured.module.graph.nodes if placement.integer.get(node.name) == "hardsigmoid"]
+        gated = {gate: gate.args[0] for gate in gates if len(gate.args[0].users) > 1}  # what stands directly before it
+        return on_rank_zero(lambda: self._found(captured, placement, scheme, gated)) if gated else {}
+
+    def _found(self, captured: Captured, placement: Placement, scheme: Scheme, gated: dict[Node, Node]) -> dict[str, str]:
+        self._ranges = self._ranges or shown_ranges(captured, placement, self._shown())[0]
+        points = {point.node: point for point in placement.points}
+        found: dict[str, str] = {}
+        for gate, value in gated.items():
+            point = points.get(value.name)
+            if point is None or point.anchor is None:
+                continue
+            group = [other.node for other in placement.points if other.group == point.group]
+            low, high = union_of([self._ranges[name] for name in group if name in self._ranges])
+            own, held = width_of((low, high), scheme), width_of((min(low, -point.anchor), max(high, point.anchor)), scheme)
+            if 0 < own * MOST_WIDENED < held:
+                steps = (scheme.high - scheme.low) * own / held
+                reason = f"-{point.anchor:g} and {point.anchor:g} as integers would leave {value.name} {steps:.0f} steps"
+                found |= {node.name: reason for node in (gate, *_gated_products(gate, value))}
+        return found
+
+
+def _gated_products(gate: Node, value: Node) -> list[Node]:
+    """The products of a hard sigmoid with the value that it gates."""
+    return [user for user in gate.users if OPERATOR_KINDS.get(user.target) == "mul" and {*user.all_input_nodes} == {gate, value}]
