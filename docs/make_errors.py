@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -37,26 +37,59 @@ What can end a run from outside, and how to resume it:
 """
 
 
-def text_of(node: ast.expr) -> str:
-    """The text of a message, with `...` for each value that is filled in."""
+def text_of(node: ast.expr, texts: Mapping[str, str]) -> str:
+    """The text of a message, with `...` for each value that is filled in, but for names that have one of the texts."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):
-        return "".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values)
+        said = ""
+        for part in node.values:
+            said += str(part.value) if isinstance(part, ast.Constant) else filled_in(part, texts, said)
+        return said
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return text_of(node.left) + text_of(node.right)
+        return text_of(node.left, texts) + text_of(node.right, texts)
     return "..."
+
+
+def filled_in(part: ast.expr, texts: Mapping[str, str], before: str) -> str:
+    """What stands for a value in a message: the text of a constant, such as a whole remedy, `...` for any other."""
+    name = part.value if isinstance(part, ast.FormattedValue) else part
+    text = texts.get(name.id, "...") if isinstance(name, ast.Name) else "..."
+    return text.replace(";", ",") if ";" in before else text  # the last one divides cause and remedy
+
+
+def constants(tree: ast.Module) -> dict[str, str]:
+    """The texts to which a file, or one that it imports them from, gives a name."""
+    texts: dict[str, str] = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            texts |= {target.id: node.value.value for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.ImportFrom) and any(alias.name.isupper() for alias in node.names):
+            path = ROOT.joinpath(*(node.module or "").split("."))
+            if path.with_suffix(".py").is_file():
+                theirs = constants(ast.parse(path.with_suffix(".py").read_text()))
+                texts |= {alias.name: theirs[alias.name] for alias in node.names if alias.name in theirs}
+    return texts
 
 
 def messages(path: Path) -> Iterator[tuple[str, str]]:
     """(class, message) of every error that a file raises."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if not isinstance(node, ast.Raise) or not isinstance(node.exc, ast.Call) or not node.exc.args:
-            continue
-        kind = getattr(node.exc.func, "id", "")
-        said = text_of(node.exc.args[0])
-        if kind.endswith("Error") or kind == "Interrupted":
-            yield SUBCLASSES.get(kind, kind), said
+    tree = ast.parse(path.read_text())
+    yield from messages_in(tree, constants(tree))
+
+
+def messages_in(outer: ast.AST, texts: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """(class, message) of every error that is raised within a node. texts: of the names that its messages fill in."""
+    for node in ast.iter_child_nodes(outer):
+        known = dict(texts)
+        if isinstance(node, ast.FunctionDef):  # an argument that is an advice unless another is given
+            given = zip(reversed(node.args.args), reversed(node.args.defaults), strict=False)
+            known |= {arg.arg: texts[value.id] for arg, value in given if isinstance(value, ast.Name) and value.id in texts}
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+            kind = getattr(node.exc.func, "id", "")
+            if kind.endswith("Error") or kind == "Interrupted":
+                yield SUBCLASSES.get(kind, kind), text_of(node.exc.args[0], texts)
+        yield from messages_in(node, known)
 
 
 def page() -> str:
@@ -66,7 +99,7 @@ def page() -> str:
     found: dict[str, set[tuple[str, str]]] = {}
     for path in sorted((ROOT / "compresskit").rglob("*.py")):
         for kind, said in messages(path):
-            if said.strip(". "):
+            if said.strip(".: "):
                 found.setdefault(kind, set()).add((str(path.relative_to(ROOT / "compresskit")), said))
     parts = [HEAD.format(tree=tree)]
     for kind in sorted(found):

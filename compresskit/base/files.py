@@ -110,7 +110,7 @@ def read_tensors(path: str | Path, limit: int | None = None, advice: str = RUN_A
     Args:
         path: the file.
         limit: most bytes that the tensors may take together, as many as those of the model; None for any number.
-        advice: what to do where the file is damaged.
+        advice: what to do where the file is damaged, or of another save than the files beside it.
 
     Returns:
         The tensors by name, and the record.
@@ -120,7 +120,7 @@ def read_tensors(path: str | Path, limit: int | None = None, advice: str = RUN_A
     """
     path = Path(path)
     try:
-        metadata = _checked_metadata(path, limit)
+        metadata = _checked_metadata(path, limit, advice)
         tensors = load_file(path)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: not there") from None
@@ -131,7 +131,7 @@ def read_tensors(path: str | Path, limit: int | None = None, advice: str = RUN_A
     return tensors, json.loads(metadata["record"])
 
 
-def _checked_metadata(path: Path, limit: int | None) -> dict[str, str]:
+def _checked_metadata(path: Path, limit: int | None, advice: str) -> dict[str, str]:
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -140,7 +140,7 @@ def _checked_metadata(path: Path, limit: int | None) -> dict[str, str]:
         if limit is not None and size - 8 - length > limit:
             raise CheckpointError(
                 f"{path}: it holds {size - 8 - length} bytes, at most {limit} fit the model given: saved from another model, or"
-                " in another dtype; make the model as the saved one was"
+                f" in another dtype; make the model as the saved one was, or, where the files are of two saves, {advice}"
             )
         raw = file.read(length)
         header = json.loads(raw)
@@ -299,5 +299,5 @@ def read_json(path: str | Path, what: str, advice: str = RUN_AGAIN) -> dict[str,
     digest = record.pop("sha256", None)
     if digest != _digest(path, record):
         problem = "has no digest" if digest is None else "has changed since it was written"
-        raise CheckpointError(f"{path}: {problem}; {what} was expected. {advice.capitalize()}")
+        raise CheckpointError(f"{path}: {problem}; {what} was expected; {advice}")
     return record

@@ -153,9 +153,11 @@ def as_python_dims(dynamic: Any) -> Any:
     """
     if isinstance(dynamic, Mapping):
         return {
-            name: {as_python(d): each for d, each in dims.items()} if isinstance(dims, Mapping) else dims
+            name: {as_python(d): each for d, each in dims.items()} if isinstance(dims, Mapping) else as_python(dims)
             for name, dims in dynamic.items()
         }
+    if isinstance(dynamic, np.ndarray | Tensor) and dynamic.ndim == 0:  # a Collection that cannot be iterated
+        return dynamic.item()
     return tuple(map(as_python, dynamic)) if isinstance(dynamic, Collection) and not isinstance(dynamic, str) else dynamic
 
 

@@ -281,6 +281,7 @@ def _buffers_read(program: torch.export.ExportedProgram) -> set[str]:
 
 def check_dynamic(dynamic: Any, where: str) -> None:
     """Raise SettingError, which begins with `where`, for what cannot name the dimensions that vary; see `Dynamic`."""
+    dynamic = as_python_dims(dynamic)
     named = isinstance(dynamic, Mapping)
     for dims in dynamic.values() if named else [dynamic]:
         numbers = isinstance(dims, Collection) and all(isinstance(d, Integral) and not isinstance(d, bool) for d in dims)

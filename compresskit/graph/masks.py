@@ -249,13 +249,12 @@ def map_mask_(module: nn.Module, name: str, change: Callable[[Tensor], Tensor]) 
 
 
 class RunWithMasters(Protocol):
-    """What `enforce_masks_` needs of a `mixed.Run`: its model, what the optimizer updates, and hooks after each update."""
+    """What `enforce_masks_` needs of a `mixed.Run`: its parameters, what the optimizer updates, and hooks after each update."""
 
     after_update: list[Callable[[], None]]
 
-    @property
-    def model(self) -> nn.Module:
-        """The model, which may be wrapped."""
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters by their names in the model that was prepared."""
 
     def named_masters(self) -> dict[str, Tensor]:
         """Return the tensors that the optimizer updates, by parameter name."""
@@ -328,10 +327,10 @@ def _check_updates(runs: Sequence[RunWithMasters | torch.optim.Optimizer], param
     for run in runs:
         if isinstance(run, torch.optim.Optimizer):
             continue
-        here = {id(p): name for name, p in run.model.named_parameters()}
+        here = {id(p): name for name, p in run.named_parameters().items()}
         for name, p in parameters.items():
-            known = here.get(id(p), "")
-            if name not in (known, known.replace("_orig_mod.", "").removeprefix("module.")):  # of torch.compile and DDP
+            known = here.get(id(p))
+            if name != known:
                 raise ModelError(
                     f"enforce_masks_: {name} has a mask and is {known or 'not'} in the model of the Run; give the model that was"
                     " prepared, and where each part has a Run of its own, call enforce_masks_(part, its Run) for each"

@@ -22,6 +22,7 @@ from compresskit.base.task import Inputs, call, copied_tensors
 from compresskit.graph.replacements import replace_recorded_, replacements
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
+AS_SAVED = "give a model that was made as the saved one was"  # what to do where a record does not fit the model
 
 
 def owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -451,19 +452,22 @@ def restructure_(model: nn.Module, record: dict[str, Any]) -> None:
     replace_recorded_(model, record.get("replaced", {}))
     _store_recorded_(model, record["tensors"])
     here = structure(model)
-    if missing := sorted(set(here["modules"]) ^ set(record["modules"])):
-        raise CheckpointError(
-            f"the record was made of another model: module {missing[0]!r} is only in one of the two ({type(model).__name__} here)"
-        )
-    if missing := sorted(set(here["tensors"]) ^ set(record["tensors"])):
-        raise CheckpointError(f"the record was made of another model: tensor {missing[0]!r} is only in one of the two")
+    for kind in ("modules", "tensors"):
+        if missing := sorted(set(here[kind]) ^ set(record[kind])):
+            raise CheckpointError(
+                f"the record was made of another model: {kind[:-1]} {missing[0]!r} is only in one of the two"
+                f" ({type(model).__name__} here); {AS_SAVED}"
+            )
     for name, shape in record["tensors"].items():
         if here["tensors"][name] != shape:
             old = get_tensor(model, name)
             if old.ndim != len(shape):
-                raise CheckpointError(f"{name}: the model has {old.ndim} dimensions, the record {len(shape)}")
+                raise CheckpointError(f"{name}: the model has {old.ndim} dimensions, the record {len(shape)}; {AS_SAVED}")
             if not all(type(n) is int and n >= 0 for n in shape) or math.prod(shape) > old.numel():
-                raise CheckpointError(f"{name}: the record says {shape}, larger than the model's {tuple(old.shape)}")
+                raise CheckpointError(
+                    f"{name}: the record says {shape}, larger than the model's {tuple(old.shape)}; {AS_SAVED}, such as with as"
+                    " many classes"
+                )
             set_tensor_(model, name, torch.zeros(shape, dtype=old.dtype, device=old.device))
     for path, module in model.named_modules():
         if isinstance(module, nn.RNNBase):

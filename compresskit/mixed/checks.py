@@ -44,7 +44,7 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer, policy: Poli
         raise SettingError(f"prepare: wanted a torch module and its torch optimizer, got {got}; call prepare once for each pair")
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise ModelError(f"prepare: wrap the model in {type(model).__name__} after prepare, not before")
-    check_not_in_run(model)
+    check_not_in_run(model, optimizer)
     check_start_dtypes(model, policy)
     parameters = set(model.parameters())
     optimized = {p for group in optimizer.param_groups for p in group["params"]}

@@ -159,10 +159,7 @@ class Run:
 
     @model.setter
     def model(self, model: nn.Module) -> None:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            # Its buckets have the dtype of the weights; fp32 gradients fail with "Expected BFloat16, got Float".
-            self._weights.use_fp32_gradients_(enabled=False)
-            self._weights.broadcast_(model.process_group)
+        self._weights.wrapped_in_(model)
         self._model = model
 
     @property
@@ -465,13 +462,16 @@ class Run:
         SPLIT, KAHAN and SR have masters only inside `step`, where hooks of `after_update` may change them; at any other time
         these are copies.
         """
-        self._adopt_writes()
-        values = self._weights.fp32_values()
-        return [values[p] for p in self._weights.names]
+        return list(self.named_masters().values())
 
     def named_masters(self) -> dict[str, Tensor]:
         """`masters` by the name of their parameter."""
-        return dict(zip(self._weights.names.values(), self.masters(), strict=True))
+        self._adopt_writes()
+        return {self._weights.names[p]: value for p, value in self._weights.fp32_values().items()}
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters by their names in the model that was prepared, which no wrapper of it changes."""
+        return {name: parameter for parameter, name in self._weights.names.items()}
 
     def stats(self) -> dict[str, Any]:
         """Loss scale, skipped steps and last gradient norm; reads the device.

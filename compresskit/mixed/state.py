@@ -114,7 +114,8 @@ class OptimizerState:
     def _check_shapes(self, saved: dict[str, Any]) -> None:
         """Each tensor is a number, or broadcasts to its parameter; known of torch's optimizers and of ours only."""
         kind = type(self.optimizer)
-        if not kind.__module__.startswith(("torch.optim", "compresskit")) or kind is torch.optim.LBFGS:
+        # Not all of compresskit: a user's file that the command line runs is a module beneath it.
+        if not kind.__module__.startswith(("torch.optim", "compresskit.mixed.")) or kind is torch.optim.LBFGS:
             return
         shapes = {name: p.shape for p, name in self.weights.names.items()}
         for name, entry in saved.items():

@@ -434,7 +434,8 @@ class Quantized(QuantizedModule):
         """A copy in ONNX's terms: QuantizeLinear and DequantizeLinear, weights and biases stored as integers."""
         self.check_weights()
         self.check_rounds("export")
-        hardsigmoids = [name for name, kind in self.placement.integer.items() if kind == "hardsigmoid"]
+        saturating = {point.node for point in self.placement.points if point.saturates}
+        hardsigmoids = {name: name in saturating for name, kind in self.placement.integer.items() if kind == "hardsigmoid"}
         return deploy(self.converted().body, hardsigmoids)
 
 

@@ -72,7 +72,9 @@ def rebuild(model: nn.Module, saved: dict[str, Any]) -> Quantized:
         zeros = {str(name): str(reason) for name, reason in placement["floating"].items()}
         groups = {str(point["node"]): int(point["group"]) for point in placement["points"]}
     except (KeyError, TypeError, ValueError, AttributeError, SettingError) as error:
-        raise CheckpointError(f"not the record of a quantized model: {type(error).__name__} {error}") from None
+        raise CheckpointError(
+            f"not the record of a quantized model: {type(error).__name__} {error}; save the model again"
+        ) from None
     settings: dict[str, Any] = {"skip": skip, "dynamic": dynamic, "merges": merges}
     with zeros_as_recorded(zeros):
         quantized: Quantized
@@ -98,7 +100,7 @@ def rebuild(model: nn.Module, saved: dict[str, Any]) -> Quantized:
         remedies = tuple(Remedy(**remedy) for remedy in origin.get("remedies", ()))
         measured = MeasuredPlacement(**origin["measured"]) if "measured" in origin else None
     except TypeError as error:
-        raise CheckpointError(f"not the record of a quantized model: {error}") from None
+        raise CheckpointError(f"not the record of a quantized model: {error}; save the model again") from None
     quantized.origin = replace(quantized.origin, smoothed=int(origin.get("smoothed", 0)), remedies=remedies, measured=measured)
     if json.loads(json.dumps(quantized.placement.to_json())) != placement:
         raise CheckpointError(

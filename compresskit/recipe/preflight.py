@@ -19,14 +19,16 @@ from torch.utils.data import DataLoader
 
 from compresskit.base.distributed import world_size
 from compresskit.base.errors import CompressError, DataError, ModelError, first_line
+from compresskit.base.fingerprint.functions import of_compresskit
 from compresskit.base.inputs import check_has_rows
 from compresskit.base.objective import Objective
 from compresskit.base.randomness import generators_kept
+from compresskit.base.settings import as_python_dims
 from compresskit.base.stage import Stage
 from compresskit.base.task import IGNORED, Inputs, RunningMetric, Task, batch_size, call, first_rows, shapes_of
 from compresskit.export.onnx import export_onnx
 from compresskit.export.rewrite.dtypes import least_precise_dtype
-from compresskit.graph.capture import Dynamic, capture, check_runs, input_names
+from compresskit.graph.capture import Dynamic, capture, check_dynamic, check_runs, input_names
 from compresskit.graph.quantized import is_quantized, quantized_parts
 from compresskit.graph.surgery import copy_model, mode, no_attention_fastpath, state_kept
 from compresskit.measure import checked_score, evaluate, few_rows, has_two_readings, input_row_dims, metric_value
@@ -62,11 +64,12 @@ def preflight_check(
     """Run the model, its capture, the loss and the metric once, on the first batch of each loader.
 
     The model is not changed. Raises ModelError where the model does not run or cannot be captured, SettingError where a training
-    has no data, DataError where the loss or the metric does not fit the data, where a loss reads targets that the data have not,
-    where lists of targets can be read in two ways, where a loader is empty, where a training counts epochs of data without a
-    length, where its last batch is one row, of which BatchNorm has no statistics, where validation or calibration batches have
-    sizes that a file will not take, or the calibration data no rows or values that are not finite, ExportError where ONNX Runtime
-    cannot run the model's dtype, and what objectives raise that cannot train models with its predictions.
+    has no data, or `dynamic` names no dimensions, DataError where the loss or the metric does not fit the data, where a loss
+    reads targets that the data have not, where lists of targets can be read in two ways, where a loader is empty, where a
+    training counts epochs of data without a length, where its last batch is one row, of which BatchNorm has no statistics, where
+    validation or calibration batches have sizes that a file will not take, or the calibration data no rows or nan that reaches
+    the outputs, ExportError where ONNX Runtime cannot run the model's dtype, and what objectives raise that cannot train models
+    with its predictions.
 
     own: the tasks of stages that have one of their own, by the stage's index. dynamic: dimensions that may vary in the files.
     """
@@ -102,7 +105,8 @@ def preflight_check(
         for i, stage in enumerate(stages):
             stage.rehearse(probe, own.get(i, task))
         _rehearse_objectives(probe, task, stages, own)
-    _check_sizes(model, task, stages, own, dynamic)
+    with generators_kept():
+        _check_sizes(model, task, stages, own, dynamic)
     if not is_quantized(model):
         example = task.example()
         graph = capture(model, few_rows(model, example, 2, input_row_dims(model, example, dynamic)), dynamic=dynamic).module
@@ -113,9 +117,12 @@ def preflight_check(
 def _check_sizes(model: nn.Module, task: Task, stages: Sequence[Stage], own: Mapping[int, Task], dynamic: Dynamic) -> None:
     """Raise DataError where batches have sizes that a file of the run, or a quantized model, will not take; nothing is trained.
 
+    Raises SettingError for what cannot name dimensions.
+
     The first step always writes a file. What a stage quantizes is captured on its calibration data or on the first validation
     batch, takes the sizes of that and those that the stage lets vary, and is measured on the validation data.
     """
+    check_dynamic(dynamic, "dynamic")
     shapes = _validation_shapes(model, task)
     starts_float = not stages or stages[0].starts_from_trained or (_is_own(stages[0]) and "float" in stages[0].keeps)
     if starts_float and not quantized_parts(model):
@@ -127,20 +134,20 @@ def _check_sizes(model: nn.Module, task: Task, stages: Sequence[Stage], own: Map
             of = "training data" if data.calibration is None else "calibration data"
             first = _input_shapes(model, _check_calibration(model, data, f"{where}: the first batch of the {of}"))
         if _is_own(stage) and "float" not in stage.keeps and "dynamic" in settings and not settings.get("inside"):
-            _check_same_sizes(f"{where}: {of}", first, shapes, settings["dynamic"], f"{type(stage).__name__}(dynamic={{}})")
+            free = as_python_dims(settings["dynamic"])
+            _check_same_sizes(f"{where}: {of}", first, shapes, free, f"{type(stage).__name__}(dynamic={{}})")
 
 
 def _is_own(stage: Stage) -> bool:
     """Whether a stage is one of this library, or trains as `Train` does: what it says of itself is known."""
-    return isinstance(stage, Train) or type(stage).__module__.startswith("compresskit.")
+    return isinstance(stage, Train) or of_compresskit(type(stage))
 
 
 def _validation_shapes(model: nn.Module, task: Task) -> list[Shapes]:
     """Of the first validation batches, of which the first is the example."""
-    here = replace(task, device="cpu")
+    here = replace(task, device=None)  # type: ignore[arg-type]  # the batches stay where they are
     count = None if isinstance(task.val, list | tuple) else COMPARED_BATCHES
-    with generators_kept():
-        return [_input_shapes(model, here.inputs(batch)) for batch in islice(task.batches("val"), count)]
+    return [_input_shapes(model, here.inputs(batch)) for batch in islice(task.batches("val"), count)]
 
 
 def _input_shapes(model: nn.Module, inputs: Inputs) -> Shapes:
@@ -149,20 +156,34 @@ def _input_shapes(model: nn.Module, inputs: Inputs) -> Shapes:
 
 
 def _check_calibration(model: nn.Module, task: Task, where: str) -> Inputs:
-    """The first calibration batch; DataError, which begins with `where`, where it has no rows, or its values make none finite."""
-    inputs = task.inputs(next(iter(task.batches("calibration"))))
+    """The first calibration batch; DataError, which begins with `where`, where it has no rows, or nan that reaches the outputs.
+
+    Infinity is left to the observers: a mask of -inf may reach an output, where no quantizer has to take it.
+    """
+    inputs = task.inputs(_first_batch(task, "calibration"))
     check_has_rows(inputs, where)
-    numbers = zip(input_names(model, inputs), pytree.tree_leaves(inputs), strict=True)
-    bad = [name for name, v in numbers if isinstance(v, Tensor) and v.is_floating_point() and not bool(v.isfinite().all())]
-    if not bad:
+    leaves = zip(input_names(model, inputs), pytree.tree_leaves(inputs), strict=True)
+    missing = [name for name, value in leaves if _holds_nan(value)]
+    if not missing:
         return inputs
     probe = copy_model(model).to(task.device)
     with torch.no_grad(), mode(probe, training=False):
         outputs = pytree.tree_leaves(call(probe, inputs))
-    # A model may replace what is missing, and take a mask of -inf.
-    if not all(bool(v.isfinite().all()) for v in outputs if isinstance(v, Tensor)):
-        raise DataError(f"{where}: values of {bad[0]} are nan or infinite, and so are outputs of the model; clean the data")
+    if any(map(_holds_nan, outputs)):  # a model may replace what is missing
+        raise DataError(f"{where}: values of {missing[0]} are nan, and so are outputs of the model; clean the data")
     return inputs
+
+
+def _holds_nan(value: Any) -> bool:
+    return isinstance(value, Tensor) and bool(value.isnan().any())
+
+
+def _first_batch(task: Task, which: str) -> Any:
+    """The first batch of a loader; DataError where it gives none, which the length of a loader without one does not tell."""
+    for batch in task.batches(which):
+        return batch
+    read = "train" if which == "calibration" and task.calibration is None else which
+    raise DataError(f"Task({read}=...): the loader is empty; give at least one batch")
 
 
 def _check_same_sizes(what: str, first: Shapes, batches: Sequence[Shapes], dynamic: Dynamic, setting: str) -> None:
@@ -197,7 +218,7 @@ def _check_same_sizes(what: str, first: Shapes, batches: Sequence[Shapes], dynam
 
 def _keeps_classes(stage: Stage) -> bool:
     """Whether the model that a stage returns is known to have the dtype and the classes of the incoming one."""
-    return not stage.makes_student and type(stage).__module__.startswith("compresskit.")
+    return not stage.makes_student and of_compresskit(type(stage))
 
 
 def _rehearse_objectives(probe: nn.Module, task: Task, stages: Sequence[Stage], own: Mapping[int, Task]) -> None:
@@ -236,7 +257,7 @@ def _check_loader(probe: nn.Module, task: Task, which: str, *, loss: bool = True
     loss: whether to try the loss of `train`.
     """
     task.length(which) if which == "val" else task.known_length(which)
-    batch = next(iter(task.batches(which)))
+    batch = _first_batch(task, which)
     if which == "val" or (which == "train" and loss and missing_target(task, batch) is None):
         inputs, target = task.split(batch)
     else:

@@ -197,16 +197,10 @@ def _resized_(model: nn.Module, record: Any, where: Path) -> nn.Module:
     try:
         restructure_(model, record)
     except CheckpointError as error:
-        raise _of_another_model(error, where) from None
+        raise CheckpointError(f"{where}: {error}") from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{where}: not the structure of a model ({error!r}); {SAVE_AGAIN}") from None
     return model
-
-
-def _of_another_model(error: CheckpointError, where: Path) -> CheckpointError:
-    """The error of a record that does not fit the model given, with its file, and what to do where it does not say."""
-    advice = "" if ";" in str(error) else "; give a model that was made as the saved one was, such as with as many classes"
-    return CheckpointError(f"{where}: {error}{advice}")
 
 
 def _rebuilt(model: nn.Module, saved: dict[str, Any], where: Path) -> nn.Module:
@@ -221,7 +215,7 @@ def _rebuilt(model: nn.Module, saved: dict[str, Any], where: Path) -> nn.Module:
             _restructure_outside_(model, saved["structure"], saved["parts"])
         return model
     except CheckpointError as error:
-        raise _of_another_model(error, where) from None
+        raise CheckpointError(f"{where}: {error}") from None
     except ModelError as error:
         raise CheckpointError(
             f"{where}: what was saved cannot be built again from the model given: {error}; give a model that was made as the"

@@ -118,11 +118,10 @@ class TrainingLoop:
         return self.step >= self.length.steps or (self.validation is not None and self.validation.is_over)
 
     def _epoch(self, epoch: int, bar: tqdm[Any]) -> None:
-        """Train on every batch once; DataError where their number is not the length of the loader, or one is empty."""
+        """Train on every batch once; DataError where their number is not the length of the loader."""
         run, batches, steps = self.run, self.length.batches, self.length.steps
         for batch, seen, ends_step, batches_in_step in self.history.timed(self._batches()):
             where = f"epoch {epoch}, batch {seen}"
-            _check_not_empty(batch, where)
             rows, weight = distributed.shard_batch(batch, self.cursor.loader, least=0 if self.exact else 2)
             rows = channels_last_images(rows) if self.channels_last else rows
             self.objective.advance(self.step / steps)
@@ -413,17 +412,24 @@ def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
 
-def _check_not_empty(batch: Any, where: str) -> None:
-    """Raise DataError for a batch whose tensors are all empty: the mean of its loss is NaN, whatever the model is."""
+def _check_has_rows(batch: Any, where: str) -> None:
+    """Raise DataError for a batch without rows, whose mean loss is NaN, whatever the model is.
+
+    Only where the loss is not finite: a sum over no rows is 0. What is no tensor, such as pictures in NumPy arrays, may be rows.
+    """
     shapes = [shape for shape in shapes_of(batch) if shape]
-    if shapes and all(0 in shape for shape in shapes):
+    only_tensors = all(isinstance(v, Tensor) for v in torch.utils._pytree.tree_leaves(batch))
+    if only_tensors and shapes and all(0 in shape for shape in shapes):
         raise DataError(f"{where}: wanted one row at least, got tensors of shape {shapes}; leave empty batches out")
 
 
 def _forward(
     run: mixed.Run, objective: Objective, batch: Any, where: str, inputs_of: Callable[[Any], Inputs], *, check: bool
 ) -> tuple[Tensor, Losses]:
-    """Return the sum of the losses, and each; TrainingError where they cannot be computed or, with `check`, are not finite."""
+    """Return the sum of the losses, and each; TrainingError where they cannot be computed or, with `check`, are not finite.
+
+    Where they are not finite since the batch has no rows, DataError.
+    """
     try:
         losses = objective(run, batch)
     except (RuntimeError, IndexError, ValueError, TypeError, MemoryError) as error:
@@ -442,6 +448,7 @@ def _forward(
         raise TrainingError(f"{where}: the objective wants scalar tensors by name, got {wrong}; reduce each to its mean")
     total = torch.stack([loss.float() for loss in losses.values()]).sum()
     if check and not math.isfinite(total.item()):
+        _check_has_rows(batch, where)
         raise TrainingError(_why_not_finite(run.model, losses, batch, where))
     return total, losses
 

@@ -9,6 +9,7 @@ import json
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -72,3 +73,18 @@ def test_two_thousand_pairs() -> None:
         other = draw.choice(dataclasses.fields(stage)).name
         with contextlib.suppress(SettingError):
             check_description(stage(**settings | {name: draw.choice(VALUES), other: draw.choice(VALUES)}))
+
+
+@pytest.mark.parametrize(
+    "one", [np.array(0), torch.tensor(0), np.int64(0), {"input": np.array(0)}], ids=["array", "tensor", "number", "named"]
+)
+def test_one_number_in_the_place_of_dimensions_that_vary_is_refused(one, tmp_path) -> None:
+    data = [(torch.zeros(2, 2), torch.zeros(2, dtype=torch.long))]
+    recipe = ck.Recipe(ck.Train(epochs=1), dynamic=one)
+    for made in (
+        lambda: ck.StaticQuant(dynamic=one),
+        lambda: ck.export_onnx(NET, tmp_path / "model.onnx", data[0][:1], dynamic=one),
+        lambda: recipe.run(NET, ck.Task(train=data, val=data), tmp_path / "run"),
+    ):
+        with pytest.raises(SettingError, match=r"dynamic.*: wanted dimensions, such as \(0, 2, 3\), or their names .*, got"):
+            made()

@@ -16,4 +16,6 @@ def test_the_page_of_errors_is_complete() -> None:
     spec.loader.exec_module(module)
     page = (checkout.ROOT / "docs" / "errors.md").read_text()
     assert page == module.page(), "python docs/make_errors.py writes the page anew"
+    assert "| save the model again, or take the files of a copy | `recipe/store.py` |" in page  # a constant
+    assert "| delete it to start that stage again | `base/files.py` |" in page  # the default of an argument
     assert len(re.findall(r"^\| .* \| `[a-z/_]+\.py` \|$", page, re.M)) > 300

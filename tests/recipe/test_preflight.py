@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 import networks
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -351,7 +352,7 @@ def holed(x: torch.Tensor) -> torch.Tensor:
         ),
         (
             [(holed(x), y) for x, y in pictures(FIRST)],
-            "the first batch of the calibration data: values of input are nan or infinite, .*; clean",
+            "the first batch of the calibration data: values of input are nan, and so are outputs of the model; clean",
         ),
     ],
     ids=["of another size", "without rows", "nan"],
@@ -377,3 +378,55 @@ def test_values_that_are_missing_and_that_the_model_fills_calibrate_it() -> None
 
     data = [(holed(x), y) for x, y in pictures(FIRST)]
     preflight_check(Filled(), ck.Task(train=data, val=data), [ck.Train(epochs=1), ck.StaticQuant()])
+
+
+class Masked(nn.Module):
+    """A policy with a mask of its actions: -inf for those that may not be taken."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind = kind
+        self.inner = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+    def forward(self, x, mask):
+        scores = self.inner(x)
+        return scores + mask if self.kind == "added" else torch.where(mask < 0, mask, scores)
+
+
+@pytest.mark.parametrize("stage", [ck.StaticQuant(), ck.QAT(steps=1)], ids=["static", "qat"])
+@pytest.mark.parametrize("kind", ["added", "chosen"])
+def test_a_mask_of_minus_infinity_that_reaches_the_outputs_is_taken(kind, stage) -> None:
+    mask = torch.zeros(8, 4)
+    mask[:, 3] = -torch.inf
+    data = [(torch.randn(8, 8), mask, torch.arange(8) % 3)]
+    preflight_check(Masked(kind), ck.Task(train=data, val=data), [stage])
+
+
+@pytest.mark.parametrize("which", ["train", "calibration"])
+def test_a_loader_without_a_length_that_gives_no_batch_is_refused(which) -> None:
+    class Nothing:
+        def __iter__(self):
+            return iter(())
+
+    task = ck.Task(**{"train": pictures(FIRST), "val": pictures(FIRST), which: Nothing()})
+    with pytest.raises(DataError, match=rf"Task\({which}=\.\.\.\): the loader is empty; give at least one batch"):
+        preflight_check(pooled(), task, [ck.StaticQuant()])
+
+
+def test_sizes_that_a_stage_has_as_an_array_are_written_as_numbers() -> None:
+    val = pictures(FIRST, *OTHERS)
+    stage = ck.StaticQuant(dynamic=np.array([0, 2]))
+    with pytest.raises(DataError, match=r"write StaticQuant\(dynamic=\(0, 2, 3\)\)"):
+        preflight_check(pooled(), ck.Task(train=pictures(FIRST), val=val), [stage], dynamic=(0, 2, 3))
+
+
+def test_sizes_are_compared_where_the_data_are_and_without_a_draw() -> None:
+    loader = DataLoader(pictures(FIRST, FIRST), batch_size=None, shuffle=True)
+    task, states = ck.Task(train=loader, val=loader), []
+    for stages in ([ck.Train(epochs=1)], [ck.Train(epochs=1), ck.StaticQuant()]):
+        torch.manual_seed(0)
+        preflight_check(pooled(), task, stages)
+        states.append(torch.get_rng_state())
+    assert states[0].equal(states[1])
+    there = ck.Task(val=[(torch.empty(FIRST[0], 3, 12, 12, device="meta"), torch.arange(8))])
+    assert preflight._validation_shapes(pooled(), there) == [{"input": (8, 3, 12, 12)}]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from collections import OrderedDict
 
 import checkout
 import networks
@@ -354,6 +355,27 @@ def test_a_whole_file_of_another_model_is_not_called_damaged(kind, given, messag
         ck.load(given(), tmp_path)
     assert "delete" not in str(refusal.value).lower()
     assert str(tmp_path) in str(refusal.value)
+
+
+def test_files_of_two_saves_are_told_to_be_saved_again(tmp_path) -> None:
+    for name, classes in (("one", 4), ("other", 400)):
+        ck.save(narrow(classes), tmp_path / name)
+    shutil.copy(tmp_path / "other" / "model.safetensors", tmp_path / "one")
+    with pytest.raises(
+        CheckpointError, match="fit the model given: .*, or, where the files are of two saves, save the model again"
+    ):
+        ck.load(narrow(4), tmp_path / "one")
+
+
+def test_a_semicolon_in_a_name_leaves_the_advice(tmp_path) -> None:
+    def named(name):
+        return nn.Sequential(OrderedDict({name: nn.Linear(2, 2)}))
+
+    ck.save(named("a;b"), tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"module 'a;b' is .* \(Sequential here\); give a model that was made as the saved one was$"
+    ):
+        ck.load(named("c"), tmp_path)
 
 
 def narrow(classes):

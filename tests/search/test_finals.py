@@ -313,6 +313,47 @@ def test_an_error_of_the_data_that_all_finalists_have_ends_the_search(begun, run
     assert len(runs) == runs_until
 
 
+def test_a_file_without_training_that_the_data_do_not_fit_ends_no_search(finals, told, caplog) -> None:
+    files, _ = told
+    none_left = ck.DataError("no box is left")
+    candidates = [tried(WHOLE, 0.1, 100), tried(HALF, 0.2, 500), tried(QUARTER, 0.3, 250)]
+    started(finals, WHOLE, HALF)
+    files |= {(WHOLE, True): figures(0.4, 100), (HALF, True): none_left, (QUARTER, True): figures(0.35, 250)}
+    files |= {(WHOLE, False): none_left, (HALF, False): none_left, (QUARTER, False): figures(0.3, 250)}
+    assert finals.run(candidates, 3) is candidates[2]
+    assert (candidates[0].trained.drop, candidates[0].untrained) == (0.4, False)
+    assert candidates[1].untrainable == str(none_left)
+    assert "macs0.5-int8 is not proved without training: no box is left" in caplog.text
+    states = [trial.state for trial in finals.study.get_trials(deepcopy=False)]
+    assert finals.states.RUNNING not in states
+
+
+def test_a_finalist_without_training_whose_training_had_the_same_error_is_no_second_one(finals, told) -> None:
+    files, _ = told
+    none_left = ck.DataError("no box is left")
+    started(finals, WHOLE)
+    files |= {(WHOLE, True): none_left, (WHOLE, False): none_left}
+    whole = tried(WHOLE, 0.1)
+    assert finals.run([whole], 1) is None
+    assert whole.untrainable == str(none_left)
+
+
+def test_without_a_training_what_the_data_do_not_fit_is_tried_again_by_another_call(finals, told, tmp_path) -> None:
+    """The data, or the code of the metric, may have been mended since."""
+    files, _ = told
+    earlier, finals = replace(finals, train=None, worker=Worker(tmp_path)), replace(finals, train=None)
+    started(finals, WHOLE, HALF)
+    files |= {(WHOLE, True): ck.DataError("no box is left"), (HALF, True): NAN}
+    with earlier.worker.at_work():
+        first = [tried(WHOLE, 0.1), tried(HALF, 0.2, 500)]
+        assert earlier.run(first, 2) is None
+    assert [t.rejected for t in first] == ["no box is left", str(NAN)]
+    files |= {(WHOLE, True): figures(0.1), (HALF, True): figures(0.0, 500)}
+    again = [tried(WHOLE, 0.1), tried(HALF, 0.2, 500)]
+    assert finals.run(again, 2) is again[0]
+    assert [t.rejected for t in again] == ["", str(NAN)]  # the metric of a candidate stays what it is
+
+
 def constant(parameters):
     """Makes each training end in a network that gives the same for all samples."""
     return torch.optim.SGD(parameters, lr=1e-30, weight_decay=1e30)

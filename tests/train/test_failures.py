@@ -10,6 +10,7 @@ from pathlib import Path
 
 import checkout
 import networks
+import numpy as np
 import pytest
 import torch
 from networks import build, images_task
@@ -139,6 +140,28 @@ def test_a_batch_without_rows_is_named() -> None:
     edges = torch.zeros(2, 0, dtype=torch.long)  # a graph without edges has values
     graphs = ck.Task(train=[{"x": x, "edges": edges, "labels": y}], val=[(x, y)])
     ck.fit_(_Graph(), graphs, ck.Train(epochs=1))
+
+
+def test_a_batch_without_rows_is_no_fault_where_its_loss_is_a_number() -> None:
+    """A loss by sum is 0; pictures that are no tensors are rows though no object is in them."""
+    x, y = torch.randn(8, 4), torch.randn(8, 3)
+    summed = ck.Task(train=[(x, y), (x[:0], y[:0])], val=[(x, y)], loss=lambda p, t: (p - t).square().sum())
+    ck.fit_(nn.Linear(4, 3), summed, ck.Train(epochs=1))
+    batches = [([np.ones(4, np.float32)] * 2, [{"boxes": torch.zeros(0, 4)}] * 2)]
+    ck.fit_(_Pictures(), ck.Task(train=batches, val=batches, loss=lambda p, t: p.square().mean()), ck.Train(epochs=1))
+    odd = ck.Task(train=batches, val=batches, loss=lambda p, t: p.sum() / 0)
+    with pytest.raises(TrainingError, match="so the forward pass overflowed"):
+        ck.fit_(_Pictures(), odd, ck.Train(epochs=1))
+
+
+class _Pictures(nn.Linear):
+    """Of a list of arrays."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+
+    def forward(self, pictures):
+        return super().forward(torch.stack([torch.as_tensor(picture) for picture in pictures]))
 
 
 class _Graph(nn.Linear):

@@ -38,6 +38,11 @@ def of_library(module: str, file: str = "") -> bool:
     return any(folder in file for folder in _INSTALLED)
 
 
+def of_compresskit(cls: type) -> bool:
+    """Whether a class is one of this package, and none of a user's file, whose module has a name beneath the package's."""
+    return described_module(cls.__module__).partition(".")[0] == "compresskit"
+
+
 def function_of_library(function: FunctionType) -> bool:
     """Whether the code of a function is a library's, also where `functools.wraps` gave it the name of a user's function."""
     return of_library(str(function.__globals__.get("__name__")), function.__code__.co_filename)

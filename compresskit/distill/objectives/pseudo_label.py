@@ -91,9 +91,12 @@ class PseudoLabel(Objective):
         return {"batches": bound(self.batches, self).resume_state(), "source": source}
 
     def resume_from_(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `resume_state` returned."""
-        bound(self.batches, self).resume_from_(state["batches"])
-        if isinstance(self.source, Resumable):
+        """Continue from what `resume_state` returned.
+
+        Checkpoints of before the teacher had a state hold the position alone; a moving average starts anew from the student.
+        """
+        bound(self.batches, self).resume_from_(state.get("batches", state))
+        if isinstance(self.source, Resumable) and "source" in state:
             self.source.resume_from_(state["source"])
 
     @property

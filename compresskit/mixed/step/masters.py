@@ -23,7 +23,7 @@ from compresskit.mixed.formats.casts import add_cast_hooks_, in_fp32, kept_fp32
 from compresskit.mixed.formats.parallel import broadcast_from_zero_, full_tensor, reshard_
 from compresskit.mixed.formats.policy import HALVES, Policy
 from compresskit.mixed.step.buffers import HalfBuffers, widen_buffers_
-from compresskit.mixed.step.owners import GradientOwner
+from compresskit.mixed.step.owners import LOCK, GradientOwner
 from compresskit.mixed.step.scaler import stored_values
 from compresskit.mixed.step.watch import WeightWatch
 
@@ -74,7 +74,8 @@ class MasterWeights:
         self.master_versions: list[int] = []  # of the masters that were in step with their half weights
         self.compared = False  # whether the half weights of this step were compared, and nobody may have written since
         parameters = {p for group in optimizer.param_groups for p in group["params"]}
-        _OF_MODELS[model] = ref(self)
+        with LOCK:
+            _OF_MODELS[model] = ref(self)
         if policy.param_dtype is not None:
             _check_no_hidden_parameters(optimizer, {parameter: name for name, parameter in model.named_parameters()})
             widen_(model, optimizer)
@@ -253,6 +254,13 @@ class MasterWeights:
         self.masters_in_memory = False
         self.record_(written=not self.compared)
 
+    def wrapped_in_(self, model: nn.Module) -> None:
+        """Note that the model is run in this wrapper from now on."""
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            # Its buckets have the dtype of the weights; fp32 gradients fail with "Expected BFloat16, got Float".
+            self.use_fp32_gradients_(enabled=False)
+            self.broadcast_(model.process_group)
+
     def broadcast_(self, group: Any) -> None:
         """Give all ranks what rank 0 has beside its half weights, as DistributedDataParallel does with the weights themselves."""
         for half in self.halves:
@@ -413,18 +421,26 @@ class MasterWeights:
         self.halves, self.half_parameters, self.hooked, self.places = [], [], set(), []
 
 
-def check_not_in_run(model: nn.Module) -> None:
+def check_not_in_run(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Refuse a model with half weights that belong to a run that goes on: its masters hold the digits that they lack.
 
-    The run may be of the model, of a part of it, of one that it is a part of, or of one that it shares weights with.
+    The run may be of the model, of a part of it, of one that it is a part of, or of one that it shares weights with, of which
+    either optimizer trains one: frozen ones get no update that masters would be needed for.
+
+    optimizer: of the model; None for one over all that requires a gradient.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
-    for earlier in list(_OF_MODELS.values()):
+    optimized = set(names) if optimizer is None else {p for group in optimizer.param_groups for p in group["params"]}
+    with LOCK:
+        every = list(_OF_MODELS.values())
+    for earlier in every:
         weights = earlier()
         if weights is None or weights.finished:
             continue
-        if taken := next((names[p] for p in weights.half_parameters if p in names and p in weights.names), None):
-            whole = any(module is weights.model for module in model.modules())
+        whole = any(module is weights.model for module in model.modules())
+        shared = [p for p in weights.half_parameters if p in names and p in weights.names]
+        trained = (p for p in shared if whole or (p.requires_grad and (p in optimized or p in weights.optimized)))
+        if taken := next((names[p] for p in trained), None):
             kind = type(weights.model).__name__
             what = kind if whole else f"{taken}, a weight of a {kind},"
             raise SettingError(

@@ -13,10 +13,12 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from html import escape
+from numbers import Integral
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -174,14 +176,18 @@ class SweepSettings:
                 f"sweep(methods=...): {Retraining.REWIND_WEIGHTS.value!r} goes back to a point of a training that sweep makes"
                 " itself; give an untrained model and trained=False, or leave this method out"
             )
-        if not self.seeds:
-            raise SettingError("sweep(seeds=...): wanted at least one whole number")
         for ratio in self.ratios:
             stage = self.at(ratio) if ratio else None
             if stage is not None and not isinstance(stage, Sparsify | Prune):
                 raise SettingError(
                     f"sweep(at=...): wanted a function from the fraction to Sparsify(...) or Prune(...), got {stage!r}"
                 )
+
+    @property
+    def places(self) -> list[tuple[Retraining, float, int]]:
+        """Method, fraction and seed of every point, in the order in which they are made."""
+        every = itertools.product(self.seeds, self.methods, sorted(self.ratios))
+        return [(method, ratio, seed) for seed, method, ratio in every]
 
     def stage(self, method: Retraining, ratio: float) -> Stage | None:
         """The stage that makes a point; None where nothing is to be done."""
@@ -246,16 +252,16 @@ def sweep(
         finetune=finetune,
         rewind=Rewind(to=rewind_to),
         trained=trained,
-        seeds=tuple(seeds),
+        seeds=_seeds(seeds),
     )
     store = _open_store(out, model, task, settings)
     with generators_kept():
-        for seed in seeds:
+        for seed in settings.seeds:
             _fill_(store, model, task, settings, seed)
-    points = tuple(point for seed in seeds for method in chosen for r in sorted(ratios) if (point := store.find(method, r, seed)))
+    points = tuple(point for place in settings.places if (point := store.find(*place)))
     if any(point.ratio for point in points) and all(point.metric is None for point in points if point.ratio):
         raise ModelError(f"sweep: no fraction can be removed: {next(p.reason for p in points if p.reason)}")
-    return Sweep(dense={seed: store.dense[seed] for seed in seeds}, points=points)
+    return Sweep(dense={seed: store.dense[seed] for seed in settings.seeds}, points=points)
 
 
 def _fill_(store: _Store, model: nn.Module, task: Task, settings: SweepSettings, seed: int) -> None:
@@ -277,9 +283,18 @@ def _methods(methods: Sequence[str] | None, *, finetune: Train | None, trained: 
             and (method is not Retraining.REWIND_WEIGHTS or not trained)
         )
     known = [method.value for method in Retraining]
-    if isinstance(methods, str) or not methods or any(method not in known for method in methods):
-        raise SettingError(f"sweep(methods=...): wanted some of {', '.join(map(repr, known))}, got {methods!r}")
-    return tuple(Retraining(method) for method in methods)
+    given = methods if isinstance(methods, str | Sequence) else tuple(methods)  # a generator is read once
+    if isinstance(given, str) or not given or any(method not in known for method in given):
+        raise SettingError(f"sweep(methods=...): wanted some of {', '.join(map(repr, known))}, got {given!r}")
+    return tuple(Retraining(method) for method in given)
+
+
+def _seeds(given: Any) -> tuple[int, ...]:
+    """The seeds as Python's whole numbers, which the generators and JSON take; SettingError for what is none."""
+    seeds = tuple(given) if isinstance(given, Iterable) else ()
+    if not seeds or not all(isinstance(seed, Integral) for seed in seeds):
+        raise SettingError(f"sweep(seeds=...): wanted at least one whole number, such as (0, 1), got {given!r}")
+    return tuple(map(int, seeds))
 
 
 def _open_store(out: str | Path | None, model: nn.Module, task: Task, settings: SweepSettings) -> _Store:
@@ -289,7 +304,19 @@ def _open_store(out: str | Path | None, model: nn.Module, task: Task, settings: 
     task.length("val")  # raises where it is missing
     if out is None:
         return _Store(None, {})
-    return _Store(Path(out).absolute(), _depends_on(model, task, settings))  # the data may change the working directory
+    folder = Path(out).absolute()  # the data may change the working directory
+    store = _Store(folder, _depends_on(model, task, settings))
+    if any(store.find(*place) is None for place in settings.places):  # a finished one is only read
+        _check_takes_files(folder)
+    return store
+
+
+def _check_takes_files(folder: Path) -> None:
+    """Raise CheckpointError for a folder in which no file can be made, though it is there."""
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise CheckpointError(unwritable(folder, error)) from None
 
 
 def _depends_on(model: nn.Module, task: Task, settings: SweepSettings) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from compresskit.graph.capture import Dynamic
 from compresskit.graph.interpreter import ValueOf, execute, run_graph
 from compresskit.graph.layers.merging import MergedLayer
 from compresskit.graph.normalize import Node
-from compresskit.graph.surgery import get_tensor
+from compresskit.graph.surgery import AS_SAVED, get_tensor
 from compresskit.quant.dynamic.insert_dynamic import DynamicallyQuantized, DynamicOrigin, insert_dynamic_quantizers_
 from compresskit.quant.dynamic.lower_dynamic import deploy_dynamic
 from compresskit.quant.dynamic.placement_dynamic import DEFAULT_OPERATORS, place_dynamic
@@ -158,7 +158,9 @@ def build_mixed(
     body = captured.module
     nodes = {node.name: node for node in body.graph.nodes}
     if unknown := [name for name in precisions if name not in nodes or weight_of(nodes[name]) is None]:
-        raise CheckpointError(f"the record names {unknown[0]}, which is no product by a constant in this model's graph")
+        raise CheckpointError(
+            f"the record names {unknown[0]}, which is no product by a constant in this model's graph; {AS_SAVED}"
+        )
     not_int8 = {name: f"in the form {precision}" for name, precision in precisions.items() if not precision.int8}
     placement = place_dynamic(body, target, operators=operators, skip=skip, floating={**origin.floating, **not_int8})
     insert_dynamic_quantizers_(captured, placement, target)
@@ -202,7 +204,7 @@ def rebuild_mixed(
         }
         operators = tuple(str(kind) for kind in saved["dynamically"]["operators"])
     except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"not the record of a mixed model: {type(error).__name__} {error}") from None
+        raise CheckpointError(f"not the record of a mixed model: {type(error).__name__} {error}; save the model again") from None
     return build_mixed(
         model, example, target, precisions, operators=operators, skip=skip, floating=floating, dynamic=dynamic, merges=merges
     )

@@ -307,7 +307,7 @@ class _TrainedBlock:
         for node in self.body.graph.nodes:
             if isinstance(module := self._module(node), ActivationQuantizer):
                 users.setdefault(module, []).append(node)
-        return (module for module, nodes in users.items() if inside.issuperset(nodes) and module.anchor is None)
+        return (module for module, nodes in users.items() if inside.issuperset(nodes) and not module.is_fixed)
 
     def _module(self, node: Node) -> nn.Module | None:
         return self.body.get_submodule(str(node.target)) if node.op == "call_module" else None

@@ -64,7 +64,7 @@ def align_sums_(quantized: Quantized, noise: Callable[[Quantized], Mapping[Node,
 
     Returns the number of sums whose operands and result have one scale now.
     """
-    sums = [found for found in _rounded_sums(quantized.body) if not any(q.anchor is not None for q in found.quantizers)]
+    sums = [found for found in _rounded_sums(quantized.body) if not any(q.is_fixed for q in found.quantizers)]
     if not sums:
         return 0
     groups = _Groups(quantized.body, sums, noise(quantized))

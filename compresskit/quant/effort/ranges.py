@@ -18,7 +18,7 @@ from compresskit.quant.effort.aligned_sums import quantizers_of_sums
 from compresskit.quant.effort.samples import OutputError
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.histogram import Histogram
-from compresskit.quant.numerics.observers import HistogramMSE, KnownRange
+from compresskit.quant.numerics.observers import FixedRange, HistogramMSE, KnownRange
 from compresskit.quant.numerics.quantizers import ActivationQuantizer
 
 Rule = Literal["extremes", "least error", "percentile"]
@@ -43,9 +43,13 @@ class SeveralRanges(HistogramMSE):
 
 
 def set_range_(quantized: Quantized, *, label: str, rule: Rule, batches: Sequence[Inputs]) -> None:
-    """Give one activation the range of another rule, in place. label: of its quantizer. batches: show its values, in float."""
+    """Give one activation the range of another rule, in place, unless it is fixed.
+
+    label: of its quantizer. batches: show its values, in float.
+    """
     body, enabled = quantized.body, [quantizer.enabled for quantizer in quantized.quantizers()]
-    chosen = [quantizer for quantizer in quantized.activation_quantizers() if quantizer.label == label]
+    free = [quantizer for quantizer in quantized.activation_quantizers() if not isinstance(quantizer.observer, FixedRange)]
+    chosen = [quantizer for quantizer in free if quantizer.label == label]
     quantized.enable_(False)
     for quantizer in chosen:
         observer = SeveralRanges(min(8, quantizer.scheme.bits), symmetric=quantizer.scheme.symmetric)
@@ -80,7 +84,7 @@ def choose_ranges_(quantized: Quantized, inputs: Inputs) -> int:
 
     def visit(node: Node, pair: Pair, pair_of: Callable[[Node], Pair]) -> None:
         quantizer = body.get_submodule(str(node.target)) if node.op == "call_module" else None
-        if not isinstance(quantizer, ActivationQuantizer) or uses[node.target] > 1 or quantizer.anchor is not None:
+        if not isinstance(quantizer, ActivationQuantizer) or uses[node.target] > 1 or quantizer.is_fixed:
             return
         if isinstance(quantizer.observer, SeveralRanges):
             rule, value = _best_rule_(body, node, quantizer, quantizer.observer, layers, pair, pair_of(node.args[0])[1])
@@ -168,7 +172,7 @@ def _sums_and_others(quantized: Quantized) -> tuple[list[ActivationQuantizer], l
     free = [
         activation
         for activation in quantized.activation_quantizers()
-        if activation.anchor is None and not isinstance(activation.observer, KnownRange) and activation not in inputs
+        if not activation.is_fixed and not isinstance(activation.observer, KnownRange) and activation not in inputs
     ]
     summed = quantizers_of_sums(quantized.body)
     return [a for a in free if a in summed], [a for a in free if a not in summed]

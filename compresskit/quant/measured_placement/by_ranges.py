@@ -15,13 +15,14 @@ from compresskit.quant.passes.placement import Placement
 ByRanges = Callable[[Captured, Placement, Scheme], Mapping[str, str]]
 
 
-def float_by_ranges(shown: Callable[[], Iterable[Inputs]], settings: CalibratedSettings) -> ByRanges | None:
-    """Names what stays float with some settings: no layers with `strict`, and nothing where no operator may be float.
+def float_by_ranges(shown: Callable[[], Iterable[Inputs]], settings: CalibratedSettings) -> ByRanges:
+    """Names what stays float with some settings: no layers with `strict`; where no operator may be float, only hard sigmoids that
+    run in integers in another form.
 
     shown: gives batches whose values show the ranges.
     """
     if settings.strict == "all":
-        return None
+        return HardGates(shown, floats=False)
     separate, gates = SeparateScales(shown, layers=not settings.strict), HardGates(shown)
 
     def found(captured: Captured, placement: Placement, scheme: Scheme) -> Mapping[str, str]:

@@ -1,10 +1,10 @@
-"""Leave a hard-swish float where the integers of its hard sigmoid would be too coarse for the value that it gates.
+"""Give a hard sigmoid another form where its bounds as integers of its input would leave a value that it gates too few steps.
 
-A hard sigmoid that runs on integers needs no arithmetic, but 3 and -3, where it bends, must be integers of its input, so that the
-range of that input holds both. The input of a hard-swish is also multiplied by the result: where it keeps far below 3, as behind
-a BatchNorm of small weights, it would have a few of the 255 steps. The hard sigmoid and this product are then computed in float,
-and the input has the scale of its own values. A gate whose input nothing else reads stays: its own result is exact
-enough.
+A hard sigmoid that reads the integers of its input needs no arithmetic, but 3 and -3, where it bends, must be integers of its
+input, so that the range of that input holds both. The input of a hard-swish is also multiplied by the result: where it keeps far
+below 3, as behind a BatchNorm of small weights, it would have a few of the 255 steps. The input then has the scale of its own
+values, and the hard sigmoid is an addition that its own rounding clips. Where that form cannot be, the hard sigmoid and this
+product are computed in float. A gate whose input nothing else reads stays: its own result is exact enough, and faster.
 """
 
 from __future__ import annotations
@@ -18,25 +18,27 @@ from compresskit.graph.normalize import Node
 from compresskit.quant.measured_placement.joined_values import Range, shown_ranges, union_of, width_of
 from compresskit.quant.numerics.operators import OPERATOR_KINDS
 from compresskit.quant.numerics.scheme import Scheme
-from compresskit.quant.passes.placement import Placement
+from compresskit.quant.passes.placement import UNANCHORED, Placement
 
 MOST_WIDENED = 2.0  # how much wider than its values the range of such an input may be: one bit is lost there at most
 
 
 class HardGates:
-    """Names the operators of such hard-swishes, each with the reason; called with a captured graph and a placement.
+    """Names such hard sigmoids, each with the reason, and products that stay float; called with a captured graph and a placement.
 
     The ranges are measured once, at the first call for a graph that has any; of several processes the first decides for all.
     """
 
-    def __init__(self, shown: Callable[[], Iterable[Inputs]]) -> None:
-        """shown: gives batches whose values show the ranges."""
-        self._shown = shown
+    def __init__(self, shown: Callable[[], Iterable[Inputs]], *, floats: bool = True) -> None:
+        """shown: gives batches whose values show the ranges. floats: whether operators may be left float."""
+        self._shown, self._floats = shown, floats
         self._ranges: dict[str, Range] = {}
 
     def __call__(self, captured: Captured, placement: Placement, scheme: Scheme) -> dict[str, str]:
         """scheme: format of activations."""
+        saturating = {point.node for point in placement.points if point.saturates}
         gates = [node for node in captured.module.graph.nodes if placement.integer.get(node.name) == "hardsigmoid"]
+        gates = [gate for gate in gates if gate.name not in saturating]
         gated = {gate: gate.args[0] for gate in gates if len(gate.args[0].users) > 1}  # what stands directly before it
         return on_rank_zero(lambda: self._found(captured, placement, scheme, gated)) if gated else {}
 
@@ -54,8 +56,19 @@ class HardGates:
             if 0 < own * MOST_WIDENED < held:
                 steps = (scheme.high - scheme.low) * own / held
                 reason = f"-{point.anchor:g} and {point.anchor:g} as integers would leave {value.name} {steps:.0f} steps"
-                found |= {node.name: reason for node in (gate, *_gated_products(gate, value))}
+                if _can_saturate(gate, placement, scheme):
+                    found[gate.name] = f"{UNANCHORED}: {reason}"
+                elif self._floats:
+                    found |= {node.name: reason for node in (gate, *_gated_products(gate, value))}
         return found
+
+
+def _can_saturate(gate: Node, placement: Placement, scheme: Scheme) -> bool:
+    """Whether the rounding of a hard sigmoid can clip it: its smallest integer can stand for 0, no reader wants another scale,
+    and there are integer kernels.
+    """
+    products = all(placement.integer.get(user.name) == "mul" for user in gate.users)
+    return products and not scheme.symmetric and scheme.bits <= 8
 
 
 def _gated_products(gate: Node, value: Node) -> list[Node]:

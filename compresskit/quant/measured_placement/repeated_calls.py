@@ -48,7 +48,7 @@ class SharedScales:
         """The new group of each point."""
         self._ranges = self._ranges or shown_ranges(captured, placement, self._shown())[0]
         group = {point.node: point.group for point in placement.points}
-        anchors = {point.group: point.anchor for point in placement.points}
+        anchors = {point.group: (point.anchor, point.saturates) for point in placement.points}
         ends: dict[int, Range] = {}
         for point in placement.points:
             known = [found for found in (ends.get(point.group), self._ranges.get(point.node)) if found is not None]

@@ -132,6 +132,10 @@ class KnownRange(_Extremes):
         return low.masked_fill(whole, self.lowest), high.masked_fill(whole, self.highest)
 
 
+class FixedRange(KnownRange):
+    """A known range at whose ends the integers must saturate, so that nothing may change it, not even training."""
+
+
 class MovingAverage(_Extremes):
     """Moving average of the extremes of batches: new = old + momentum * (batch - old); averaged over ranks.
 

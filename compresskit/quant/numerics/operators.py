@@ -100,9 +100,15 @@ def bounds(node: Node) -> tuple[float, float | None]:
 
 
 def fusible(node: Node) -> bool:
-    """Whether a quantizer's range, which holds 0, does what a clamp does: it has a lower bound, and its bounds are around 0."""
+    """Whether a quantizer's range, which holds 0, may do what a clamp does.
+
+    It does exactly that where the clamp starts at 0, and only about so elsewhere: the zero point is a whole number, and a learned
+    scale moves the ends. Layers take that; an `acos`, or who wants pixels from 0 to 1, relies on the bounds.
+    """
     low, high = clipped_to(node) or EVERYTHING
-    return -math.inf < low <= 0 < high
+    if low == 0 and (high == math.inf or node.target is not aten.clamp.default):
+        return True
+    return -math.inf < low <= 0 < high and all(OPERATOR_KINDS.get(user.target) in ("conv", "linear") for user in node.users)
 
 
 def is_float_tensor(node: Node) -> bool:

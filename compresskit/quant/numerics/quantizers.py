@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from compresskit.base.errors import DataError
 from compresskit.export.ops.quantize import dequantize_linear, quantize_linear
-from compresskit.quant.numerics.observers import MinMax, MovingAverage, Observer, extremes
+from compresskit.quant.numerics.observers import FixedRange, MinMax, MovingAverage, Observer, extremes
 from compresskit.quant.numerics.saturation import ChangedPairs, FitPairs, PairPacking
 from compresskit.quant.numerics.scheme import (
     Scheme,
@@ -177,17 +177,22 @@ class ActivationQuantizer(Quantizer):
                 f"{self.label}: its values are nan or infinite on the calibration data; clean the data, or look at that layer"
             )
 
+    @property
+    def is_fixed(self) -> bool:
+        """Whether a hardsigmoid in integers depends on the scale, so that only observing may change it."""
+        return self.anchor is not None or isinstance(self.observer, FixedRange)
+
     def learn_(self, on: bool = True, *, offset: bool = False) -> None:
-        """Let the scale be learned from its present value on, or make it a constant again. One with an anchor stays constant.
+        """Let the scale be learned from its present value on, or make it a constant again. One that is fixed stays so.
 
         offset: learn the end of the range at the smallest integer, too, where no activation function sets it (LSQ+).
         """
         if self.offset is not None:
             self.zero_point.copy_(self._learned_zero_point(self.effective_scale()))
             self.register_parameter("offset", None)
-        if on and offset and self.anchor is None and self.clamp is None and not self.scheme.symmetric:
+        if on and offset and not self.is_fixed and self.clamp is None and not self.scheme.symmetric:
             self.offset = nn.Parameter(((self.scheme.low - self.zero_point) * self.scale).detach().clone())
-        if self.anchor is None:
+        if not self.is_fixed:
             self.scale.copy_(self.effective_scale().detach())
             self.ratio = nn.Parameter(torch.ones_like(self.scale)) if on else None
 
@@ -443,6 +448,24 @@ class DeployedHardSigmoid(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q = quantize_linear(x, self.scale, self.zero_point)
         return dequantize_linear(torch.clamp(q, self.bottom, self.top), self.sixth, self.bottom, 0)
+
+
+class DeployedSixth(nn.Module):
+    """x / 6 + 1/2, which the rounding behind it clips to 0..1 since it saturates there: a hardsigmoid of x with any scale.
+
+    The division by 6 is another scale of the same integers. ONNX Runtime makes one integer addition of all this.
+    """
+
+    def __init__(self, quantizer: ActivationQuantizer) -> None:
+        super().__init__()
+        dtype = quantizer.scheme.dtype
+        self.rounding = DeployedActivation(quantizer)
+        self.register_buffer("sixth", quantizer.scale / 6)
+        self.middle = DeployedConstant(torch.tensor(1, dtype=dtype), torch.tensor(0.5), torch.tensor(0, dtype=dtype), 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = quantize_linear(x, self.rounding.scale, self.rounding.zero_point)
+        return dequantize_linear(q, self.sixth, self.rounding.zero_point, 0) + self.middle()
 
 
 class DeployedConstant(nn.Module):

@@ -15,7 +15,7 @@ from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor
 from compresskit.quant.numerics.bit_widths import TARGET_BITS, Bits, BitWidths, bits_of_layer, check_bit_names, check_target_takes
 from compresskit.quant.numerics.dynamic_quantizers import DynamicActivation
-from compresskit.quant.numerics.observers import HistogramMSE, KnownRange, MinMax, Observer
+from compresskit.quant.numerics.observers import FixedRange, HistogramMSE, KnownRange, MinMax, Observer
 from compresskit.quant.numerics.operators import KNOWN_RANGES, moved_input, moved_inputs
 from compresskit.quant.numerics.quantizers import ActivationQuantizer, BiasQuantizer, WeightQuantizer
 from compresskit.quant.numerics.saturation import PairPacking, can_overflow, conv_packing
@@ -53,9 +53,7 @@ def insert_quantizers_(
             clamp = None if target.activations.symmetric else clamp  # a symmetric range does not end at 0
             label = module_path(nodes[point.node]) or point.node
             scheme = formats.get(point.group, target.activations)
-            known = (
-                _known_range([nodes[p.node] for p in placement.points if p.group == point.group]) if target.known_ranges else None
-            )
+            known = _known_range([nodes[p.node] for p in placement.points if p.group == point.group], target, point, scheme)
             watching = (known or observer or default_observer(nodes[point.node], placement, scheme))()
             if isinstance(watching, HistogramMSE):
                 watching.bits = min(watching.bits, scheme.bits)
@@ -109,8 +107,16 @@ def _activation_formats(
     return formats
 
 
-def _known_range(values: list[Node]) -> Callable[[], Observer] | None:
-    """Makes the observer of values that share a quantizer, if the range of each is known from its operator."""
+def _known_range(values: list[Node], target: Target, point: QuantizationPoint, scheme: Scheme) -> Callable[[], Observer] | None:
+    """Makes the observer of values that share a quantizer, if the range of each is known from its operator.
+
+    The range of a hardsigmoid that saturates ends half a step below 1, so that 1 is rounded to the largest integer, and 1/2,
+    which an input of 0 gives, does not lie halfway between two integers, as it would with a range up to 1.
+    """
+    if point.saturates:
+        return partial(FixedRange, 0.0, 1 - 1 / (2 * (scheme.high - scheme.low) + 1))
+    if not target.known_ranges:
+        return None
     found = [KNOWN_RANGES.get(node.target) for value in values for node in _origins(value)]
     known = [entry for entry in found if entry is not None]
     if len(known) < len(found):

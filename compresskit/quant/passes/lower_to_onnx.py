@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping
 
 from torch import fx, nn
 
@@ -14,23 +15,25 @@ from compresskit.quant.numerics.quantizers import (
     DeployedActivation,
     DeployedConstant,
     DeployedHardSigmoid,
+    DeployedSixth,
     WeightQuantizer,
     deployed_bias,
     deployed_weight,
 )
 
 
-def deploy(body: fx.GraphModule, hardsigmoids: list[str]) -> fx.GraphModule:
+def deploy(body: fx.GraphModule, hardsigmoids: Mapping[str, bool]) -> fx.GraphModule:
     """A copy of a graph with quantizers, in ONNX's terms.
 
-    hardsigmoids: names of the hardsigmoid nodes that run in integers.
+    hardsigmoids: names of the hardsigmoid nodes that run in integers -> whether their own rounding clips them.
     """
     shared = {id(tensor): tensor for tensor in (*body.parameters(), *body.buffers())}  # only read here
     body = copy.deepcopy(body, shared).eval()  # type: ignore[arg-type]
     calls = [node for node in body.graph.nodes if node.op == "call_module"]
     quantizers: dict[Node, nn.Module] = {node: body.get_submodule(node.target) for node in calls}
     for node in [n for n in body.graph.nodes if n.name in hardsigmoids]:
-        _clip_integers(body, node, quantizers[node.args[0]])
+        form = DeployedSixth if hardsigmoids[node.name] else DeployedHardSigmoid
+        _replace_hardsigmoid(body, node, form, quantizers[node.args[0]])
     transposed: dict[str, str] = {}
     for node in [n for n in body.graph.nodes if n.target is aten.linear.default]:
         _linear_to_matmul(body, node, quantizers, transposed)
@@ -51,11 +54,14 @@ def deploy(body: fx.GraphModule, hardsigmoids: list[str]) -> fx.GraphModule:
     return body
 
 
-def _clip_integers(body: fx.GraphModule, node: Node, quantizer: nn.Module) -> None:
+def _replace_hardsigmoid(
+    body: fx.GraphModule, node: Node, form: Callable[[ActivationQuantizer], nn.Module], quantizer: nn.Module
+) -> None:
+    """quantizer: of its input."""
     assert isinstance(quantizer, ActivationQuantizer)
     holder = str(node.args[0].target).rpartition(".")[0]
     name = free_name(body, f"{holder}.{node.name}")
-    body.add_submodule(name, DeployedHardSigmoid(quantizer))
+    body.add_submodule(name, form(quantizer))
     with body.graph.inserting_before(node):
         clipped = body.graph.call_module(name, (node.args[0],))
     node.replace_all_uses_with(clipped)

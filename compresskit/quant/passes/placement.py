@@ -30,6 +30,7 @@ from compresskit.quant.passes.coverage import Coverage, LayerCost, coverage_of, 
 MOST_BENT = 20_000  # weights of a convolution that is given twice or thrice the filters, for the size of the file
 SLOPES_DIFFER = "its slopes differ between channels"
 JOINED = "it joins values of very different ranges"  # how the reason of a concatenation begins that `floating` leaves float
+UNANCHORED = "its bounds are no integers of its input"  # how that of a hardsigmoid begins whose own rounding clips it instead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,8 @@ class QuantizationPoint:
     everywhere: all readers see the rounded value, because the runtime has no other; else only those that run in integers.
     anchor: a number that must be exactly representable, like its negative, or None. A hardsigmoid then needs no arithmetic: its
         result is the same integers, clipped, read with another zero point and a sixth of the scale.
+    saturates: a hardsigmoid whose input has no anchor: its smallest and largest integer are its bounds, so that its rounding
+        clips it. Its range is fixed.
     """
 
     node: str
@@ -49,6 +52,7 @@ class QuantizationPoint:
     clamp: tuple[float, float | None] | None = None
     everywhere: bool = True
     anchor: float | None = None
+    saturates: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +98,7 @@ class Placement:
                 "everywhere": p.everywhere,
                 "anchor": p.anchor,
             }
+            | ({"saturates": True} if p.saturates else {})  # records of before know no such key
             for p in self.points
         ]
         return {"target": self.target, "integer": self.integer, "floating": self.floating, "points": points}
@@ -169,8 +174,11 @@ class _Placer:
                 number = numbers.setdefault(self._root(node), len(numbers))
                 clamp = self._clamp(node)
                 anchor = 3.0 if self._root(node) in {self._root(a) for a in self.anchored} else None
+                everywhere, saturates = self.rounded[node], self._saturates(node)
                 points.append(
-                    QuantizationPoint(node=node.name, group=number, clamp=clamp, everywhere=self.rounded[node], anchor=anchor)
+                    QuantizationPoint(
+                        node=node.name, group=number, clamp=clamp, everywhere=everywhere, anchor=anchor, saturates=saturates
+                    )
                 )
         named = {node.name: module_path(node) for node in (*self.integer, *self.floating)}
         return Placement(
@@ -200,10 +208,12 @@ class _Placer:
         self.integer[node] = kind
         for value in self._rounded_operands(node, kind):
             if self.integer.get(value) == "hardsigmoid":
-                continue  # it keeps the integers of its input
+                continue  # it keeps the integers of its input, or has its own
             for source in self._sources(value):
                 self._round(source, everywhere=False)
-        if kind == "hardsigmoid":
+        if self._saturates(node):
+            self._round(node, everywhere=True)
+        elif kind == "hardsigmoid":
             self.anchored.add(self._root(node.args[0]))
         if rule.output or (rule.whole and _is_read_twice(node)):
             self._round(self._clamped(node), everywhere=True)
@@ -214,7 +224,7 @@ class _Placer:
         path = module_path(node)
         if node in self.unrounded or any(path == s or path.startswith(f"{s}.") for s in self.skip):
             return "skipped by the user"
-        if node.name in self.kept:
+        if node.name in self.kept and not self._may_saturate(node):
             return self.kept[node.name]
         if kind == "unknown":
             return f"no rule for {node.target}"
@@ -248,6 +258,19 @@ class _Placer:
                 # Coordinates plus an offset, or weights of an attention: a range that 8 bits may not hold, and no faster for it.
                 return "it reads a value in float, and nothing in integers reads it"
         return None
+
+    def _may_saturate(self, node: Node) -> bool:
+        """Whether a hardsigmoid is to be clipped by its own rounding, and the target can: its smallest integer must stand for 0,
+        also where the product that reads it is rounded.
+        """
+        rule = self.target.operators.get("mul")
+        able = rule is not None and not rule.shared and not self.target.activations.symmetric
+        chosen = self.kept.get(node.name, "").startswith(UNANCHORED)
+        return chosen and able and OPERATOR_KINDS.get(node.target) == "hardsigmoid"
+
+    def _saturates(self, node: Node) -> bool:
+        """Whether it is a hardsigmoid that runs in integers and is clipped by its own rounding."""
+        return node in self.integer and self._may_saturate(node)
 
     def _read_in_integers(self) -> set[Node]:
         """Values that an operator may read in integers, also behind others that only hand them on."""

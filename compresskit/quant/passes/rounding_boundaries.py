@@ -41,10 +41,11 @@ DISTANCE, RELATIVE_DISTANCE = 2.0**-15, 2.0**-23
 def nudge_scales_(body: fx.GraphModule) -> None:
     """Enlarge the scales of a graph with quantizers, by at most 0.05 %, so that fewest results lie close to a rounding boundary.
 
-    Scales of activations change for additions, multiplications, pooling and products of two activations; scales of weights for
-    convolutions and linear layers, each channel separately. Scales with an anchor stay, and nothing changes for operators that
-    read a hardsigmoid or, on targets that quantize inputs only, for sums with an unrounded operand. Weights start from their
-    calibrated scales, activations from their present ones, so that a second call may enlarge these again.
+    Scales of activations change for additions, multiplications, pooling, products of two activations and hardsigmoids with a
+    rounding of their own; scales of weights for convolutions and linear layers, each channel separately. Scales with an anchor
+    stay, and nothing changes for operators that read another hardsigmoid or, on targets that quantize inputs only, for sums with
+    an unrounded operand. Weights start from their calibrated scales, activations from their present ones, so that a second call
+    may enlarge these again.
     """
     makers: dict[ActivationQuantizer, list[Node]] = {}
     for node in body.graph.nodes:
@@ -87,6 +88,8 @@ def _boundary_cost(body: fx.GraphModule, node: Node, out: ActivationQuantizer) -
     quantizers = [q for q in inputs if isinstance(q, ActivationQuantizer)]
     if len(quantizers) < len(inputs) or _runs_in_float(out, *quantizers):
         return None
+    if kind == "hardsigmoid":
+        return _sixths(quantizers[0], out) if out.is_fixed else None
     if kind in ("add", "mul") and len(quantizers) == 2 and len(node.args) == 2:
         return None if kind == "add" and all(q is out for q in quantizers) else _pairs(kind, quantizers[0], quantizers[1], out)
     if kind == "matmul" and len(quantizers) == 2:
@@ -126,6 +129,24 @@ def _pairs(kind: str | None, a: ActivationQuantizer, b: ActivationQuantizer, out
             size = 2 * result.abs() + abs(low)
         distance = (result - 0.5 - (result - 0.5).round()).abs()
         return float((frequency * (distance < 2 * HALF_ULP * size) * (result > low) * (result < high)).sum())
+
+    return cost
+
+
+def _sixths(x: ActivationQuantizer, out: ActivationQuantizer) -> BoundaryCost:
+    """The cost of a hardsigmoid that saturates, which a runtime adds up as x / 6 + 1/2.
+
+    `TRIES * NUDGE` leave 1 at the largest integer, from which a range up to 1 - 1/511 is half a step.
+    """
+    p = _steps(x)
+    low, high = _steps(out)[[0, -1]].tolist()
+
+    def cost(scale: float) -> float:
+        factor, half = float(x.scale) / 6 / scale, 0.5 / scale
+        result = p * factor + half
+        size = (p.abs() + abs(int(x.zero_point))) * factor + half + abs(low)
+        distance = (result - 0.5 - (result - 0.5).round()).abs()
+        return float(((distance < 2 * HALF_ULP * size) * (result > low) * (result < high) / (1 + p.abs())).sum())
 
     return cost
 

@@ -15,7 +15,7 @@ from compresskit.graph.capture import Captured, Dynamic
 from compresskit.graph.layers.merging import MergedLayer
 from compresskit.graph.masks import masks_of
 from compresskit.graph.normalize import Node, aten
-from compresskit.graph.surgery import free_name, get_tensor
+from compresskit.graph.surgery import AS_SAVED, free_name, get_tensor
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.block_grid import BlockQuantizer, BlockScheme, MatrixQuantizer
 from compresskit.quant.numerics.palette import Palette, WeightScheme, matrix_quantizer
@@ -171,11 +171,15 @@ def rebuild_weights(
         storage, scaled = WeightStorage(**saved["storage"]), tuple(str(name) for name in saved["scaled"])
         weight_plan = WeightPlan.from_json(plan)
     except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"not the record of rounded weights: {type(error).__name__} {error}") from None
+        raise CheckpointError(
+            f"not the record of rounded weights: {type(error).__name__} {error}; save the model again"
+        ) from None
     nodes = {node.name: node for node in captured.module.graph.nodes}
     weights = {weight.name: weight for weight in weights_of(captured.module)}
     if unknown := [name for name in schemes if name not in weights] + [name for name in scaled if name not in nodes]:
-        raise CheckpointError(f"{type(model).__name__}: the record names {unknown[0]}, which this model's graph does not have")
+        raise CheckpointError(
+            f"{type(model).__name__}: the record names {unknown[0]}, which this model's graph does not have; {AS_SAVED}"
+        )
     insert_matrix_quantizers_(captured.module, [weights[name] for name in weights if name in schemes], schemes)
     for name in scaled:
         ones = torch.ones(int(nodes[name].meta["val"].shape[-1]), dtype=torch.float32)

@@ -43,6 +43,9 @@ LEFT_AFTER_SHORT, LEFT = 0.3, 0.5
 LEAST_LEFT = 0.1  # the same of what was seen, at least: one that lost nothing in the end says little of deeper cuts
 OF_SETTINGS = 1024  # bytes that are left for what a file tells of its training
 TRAINED = "trained"
+#: Attributes of a trial that have the error of its run: of its file, for good and for one call, and of its training, for one
+#: call. What failed for one call may have been mended since.
+REJECTED, REJECTED_ONCE, UNTRAINABLE = "rejected", "rejected_once", "untrainable"
 
 
 class GivenUp(BaseException):
@@ -139,7 +142,7 @@ class Finals:
         assert best.figures is not None
         least, sure = best.figures.get(self.minimise), self._sure_ceilings()
         trials = self.study.get_trials(deepcopy=False, states=(self.states.FAIL,))
-        gone = {t.user_attrs.get("folder") for t in trials if "untrainable" in t.user_attrs}
+        gone = {t.user_attrs.get("folder") for t in trials if {UNTRAINABLE, REJECTED_ONCE} & t.user_attrs.keys()}
         measured = [(t.figures, t) for t in tried if t.figures is not None and self.folder(t.candidate).name not in gone]
         return [t for found, t in measured if found.get(self.minimise) < least and not found.excesses(sure)]
 
@@ -207,9 +210,9 @@ class Finals:
             elif found is None:
                 continue
             elif trial.state == self.states.FAIL:
-                found.rejected = about.get("rejected", found.rejected)
+                found.rejected = self._rejection(about) or found.rejected
                 if self.worker.lives(about.get(WORKER)):  # what made it fail may have been mended since another call
-                    found.untrainable = about.get("untrainable", found.untrainable)
+                    found.untrainable = about.get(UNTRAINABLE, found.untrainable)
             elif trial.state == self.states.PRUNED:
                 found.stopped, found.training_seconds = about["stopped"], about["seconds"]
             elif trial.state == self.states.COMPLETE:
@@ -221,6 +224,11 @@ class Finals:
                     self.remaining = max(lost / found.promise, LEAST_LEFT)
         return at_work
 
+    def _rejection(self, about: dict[str, Any]) -> str:
+        """Why a file is not proved, by the attributes of its trial; "" also where that was in another call, and may be mended."""
+        once = about.get(REJECTED_ONCE, "") if self.worker.lives(about.get(WORKER)) else ""
+        return about.get(REJECTED, once)
+
     def _look_at_untrained_(self, tried: Sequence[Tried]) -> set[str]:
         """Enter what is known of runs without training, where it is better, and return the folders of those that have ended."""
         of_folder = {self.folder(t.candidate, trains=False).name: t for t in tried}
@@ -228,7 +236,7 @@ class Finals:
         for trial in self.study.get_trials(deepcopy=False, states=(self.states.COMPLETE, self.states.FAIL)):
             about = trial.user_attrs
             found = of_folder.get(about.get("folder"))
-            if found is None or (trial.state == self.states.FAIL and "rejected" not in about):
+            if found is None or (trial.state == self.states.FAIL and not self._rejection(about)):
                 continue
             ended.add(about["folder"])
             if trial.state == self.states.FAIL:
@@ -360,16 +368,14 @@ class Finals:
             self.study.tell(trial, state=self.states.PRUNED)
             return
         except (ExportError, TrainingError, DataError) as error:
-            if not self._is_of_candidate(error, self.folder(candidate)):
+            if not self._is_of_candidate(error, candidate):
                 raise
             log.warning("compress: %s is no finalist: %s", candidate.name, error)
-            file = isinstance(error, ExportError) or self.train is None
-            trial.set_user_attr("rejected" if file else "untrainable", str(error))
-            self.study.tell(trial, state=self.states.FAIL)
+            self._tell_failed(trial, error, trains=self.train is not None)
             return
         figures = with_training = self._figures(result, time.perf_counter() - begin)
         if self.train is not None and tried.figures is not None and tried.figures.drop < figures.drop:
-            with suppress(ExportError, MetricError):
+            with suppress(ExportError, DataError):  # the trained file is whole all the same
                 plain = self._run(candidate, self.recipe(candidate, trains=False), trains=False)
                 without = self._figures(plain, time.perf_counter() - begin)
                 figures = min(figures, without, key=self._rank)
@@ -381,8 +387,14 @@ class Finals:
         trial.set_user_attr("figures", asdict(figures))
         self.study.tell(trial, figures.metric)
 
-    def _is_of_candidate(self, error: CompressError, folder: Path) -> bool:
-        """Whether the error of a run in a folder is of the candidate alone, so that others may do.
+    def _tell_failed(self, trial: Any, error: CompressError, *, trains: bool) -> None:
+        """Tell a trial why its run failed: for good only where the candidate, which stays as it is, cannot do otherwise."""
+        lasting = isinstance(error, ExportError) or (isinstance(error, MetricError) and not trains)
+        trial.set_user_attr(REJECTED if lasting else UNTRAINABLE if trains else REJECTED_ONCE, str(error))
+        self.study.tell(trial, state=self.states.FAIL)
+
+    def _is_of_candidate(self, error: CompressError, candidate: Candidate, *, trains: bool = True) -> bool:
+        """Whether the error of a candidate's run is of the candidate alone, so that others may do.
 
         One of the data or of the user's code is not: the uncompressed model, which is measured first, has it, too, or another
         finalist had it in the same words and none was finished. A metric that is not finite is: the uncompressed model has one
@@ -390,11 +402,13 @@ class Finals:
         """
         if not isinstance(error, DataError):
             return True
-        if not (folder / START / ROW).exists():
+        if not (self.folder(candidate, trains=trains) / START / ROW).exists():
             return False
         trials = self.study.get_trials(deepcopy=False, states=(self.states.COMPLETE, self.states.FAIL))
         of_this_call = [t.user_attrs for t in trials if self.worker.lives(t.user_attrs.get(WORKER))]
-        said = [about.get("untrainable", about.get("rejected")) for about in of_this_call]
+        its_own = {self.folder(candidate, trains=each).name for each in (True, False)}
+        others = [about for about in of_this_call if about.get("folder") not in its_own]
+        said = {about.get(kind) for about in others for kind in (REJECTED, REJECTED_ONCE, UNTRAINABLE)}
         finished = any(t.state == self.states.COMPLETE for t in trials)
         return finished or isinstance(error, MetricError) or str(error) not in said
 
@@ -403,10 +417,11 @@ class Finals:
         begin, candidate = time.perf_counter(), tried.candidate
         try:
             result = self._run(candidate, self.recipe(candidate, trains=False), trains=False)
-        except (ExportError, MetricError) as error:  # of this candidate; others may do
+        except (ExportError, DataError) as error:
+            if not self._is_of_candidate(error, candidate, trains=False):
+                raise
             log.warning("compress: %s is not proved without training: %s", candidate.name, error)
-            trial.set_user_attr("rejected", str(error))
-            self.study.tell(trial, state=self.states.FAIL)
+            self._tell_failed(trial, error, trains=False)
             return
         figures = self._figures(result, time.perf_counter() - begin)
         trial.set_user_attr("figures", asdict(figures))

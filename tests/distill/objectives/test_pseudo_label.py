@@ -106,6 +106,17 @@ def test_a_restored_objective_goes_on_with_the_average_and_the_data() -> None:
     assert again(fresh, task.train[0])["pseudo"] == first(student, task.train[0])["pseudo"]
 
 
+@pytest.mark.parametrize("teacher", [networks.Residual().eval(), kd.EMA(decay=0.5)], ids=["fixed", "average"])
+def test_states_that_are_the_position_alone_are_restored(teacher) -> None:
+    """Checkpoints of before the teacher had a state."""
+    task, more = images_task(ck, samples=32), [torch.randn(4, 3, 16, 16) for _ in range(3)]
+    student, goal = build(networks.Chain), kd.pseudo_label(teacher, more)
+    first, again = goal.bind(student, task), goal.bind(student, task)
+    next(first.batches)
+    again.resume_from_(first.resume_state()["batches"])
+    assert next(again.batches) is more[1]
+
+
 def test_a_restored_position_in_the_unlabelled_data_goes_on() -> None:
     def loader():
         torch.manual_seed(0)

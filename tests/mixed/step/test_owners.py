@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 import threading
 import warnings
 
@@ -14,6 +15,7 @@ from torch import nn
 
 from compresskit.base.errors import SettingError, TrainingError
 from compresskit.mixed import AMP_BF16, AMP_FP16, FP32, MASTER_BF16, MASTER_FP16, SPLIT_BF16, prepare
+from compresskit.mixed.step import owners
 
 POLICIES = pytest.mark.parametrize("policy", [FP32, AMP_BF16], ids=lambda policy: policy.name)
 pytestmark = [FP16_ON_CPU, pytest.mark.filterwarnings("ignore:prepare. the optimizer does not have:UserWarning")]
@@ -107,6 +109,7 @@ def test_a_submodule_may_have_a_run_of_its_own() -> None:
     before = model[1].weight.detach().clone()
     first.backward(loss_of(first))
     first.step()
+    second.state_dict()  # without the gradients that its step is made of
     second.step()
     assert not torch.equal(before, model[1].weight)
 
@@ -347,13 +350,14 @@ def test_a_step_in_the_loss_scale_of_a_run_of_another_model_is_refused(policy) -
     runs[1].step()
 
 
+def in_thread(function) -> None:
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+
 def test_a_training_in_another_thread_is_no_business_of_a_run() -> None:
     _, (here, there) = parts(AMP_FP16)
-
-    def in_thread(function) -> None:
-        thread = threading.Thread(target=function)
-        thread.start()
-        thread.join()
 
     in_thread(lambda: (there.backward(loss_of(there)), there.step()))
     with here._weights.gradients.backward(scaled=True):
@@ -363,3 +367,133 @@ def test_a_training_in_another_thread_is_no_business_of_a_run() -> None:
     before = there.named_masters()["weight"].clone()
     in_thread(there.step)
     assert not torch.equal(before, there.named_masters()["weight"])
+
+
+@pytest.mark.parametrize("added", ["run", "run that shares a weight", "group"])
+def test_a_run_that_is_made_or_grows_in_another_thread_stops_no_pass(added) -> None:
+    (model, _), (here, _) = parts(FP32)
+    growing = nn.Sequential(nn.Linear(4, 2))
+    there = [prepare(growing, torch.optim.SGD(growing.parameters(), lr=0.1), FP32)]
+
+    def grow() -> None:
+        growing.append(nn.Linear(2, 2))
+        if added == "group":
+            there[0].add_group({"params": list(growing[1].parameters())})
+        else:
+            new = growing[1] if added == "run" else nn.Sequential(model, growing[1])
+            there.append(prepare(new, torch.optim.SGD(growing[1].parameters(), lr=0.1), FP32))
+
+    out = here(torch.ones(3, 4))
+    out.register_hook(lambda _: in_thread(grow))
+    before = model.weight.detach().clone()
+    here.backward(out.square().mean())
+    here.step()
+    assert not torch.equal(before, model.weight)
+    assert len(there) == 1 if added == "group" else len(there) == 2
+
+
+def test_the_first_pass_of_a_run_in_another_thread_is_its_own() -> None:
+    _, (here, there) = parts(AMP_FP16)
+    before = there.named_masters()["weight"].clone()
+    out = here(torch.ones(3, 4))
+    out.register_hook(lambda _: in_thread(lambda: there.backward(loss_of(there))))
+    here.backward(out.float().square().mean())
+    here.step()
+    there.step()
+    assert not torch.equal(before, there.named_masters()["weight"])
+
+
+@pytest.mark.parametrize("stepped", [False, True], ids=["at once", "after a step"])
+def test_runs_that_were_prepared_together_know_one_another_in_another_thread(stepped) -> None:
+    _, runs = parts(AMP_FP16)
+
+    def train() -> None:
+        for _ in range(1 + stepped):
+            runs[1].zero_grad()
+            runs[0].backward(through_both(*runs))
+            runs[0].step()
+
+    in_thread(train)
+    with pytest.raises(TrainingError, match="another loss scale"):
+        runs[1].step()
+
+
+def test_trainings_in_threads_while_others_are_prepared() -> None:
+    shared = nn.Linear(4, 4).requires_grad_(False)
+    errors, stop = [], threading.Event()
+
+    def new_run():
+        model = nn.Sequential(shared, nn.Linear(4, 2))
+        return prepare(model, torch.optim.SGD(model[1].parameters(), lr=0.1), FP32)
+
+    def repeat(function) -> None:
+        try:
+            while not stop.is_set():
+                function()
+        except Exception as error:  # told by the test below
+            errors.append(error)
+            stop.set()
+
+    def make() -> None:
+        for run in [new_run() for _ in range(20)]:
+            run.finish()
+
+    run, interval = new_run(), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=repeat, args=(make,)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for _ in range(100):
+            run.backward(loss_of(run))
+            run.step()
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+        sys.setswitchinterval(interval)
+    assert not errors
+
+
+def test_an_idle_run_is_not_marked(monkeypatch) -> None:
+    _, runs = parts(FP32)
+    marked = []
+    monkeypatch.setattr(owners, "_mark", marked.append)
+    runs[0].backward(loss_of(runs[0]))
+    assert all(isinstance(gradient, torch.Tensor) for gradient in marked)
+
+
+def heads(*, frozen=True):
+    """Two models that share an encoder, and the optimizers of their heads."""
+    torch.manual_seed(0)
+    encoder = nn.Linear(4, 4).requires_grad_(not frozen)
+    models = nn.Sequential(encoder, nn.Linear(4, 2)), nn.Sequential(encoder, nn.Linear(4, 3))
+    return encoder, models, [torch.optim.SGD(model[1].parameters(), lr=0.1) for model in models]
+
+
+@pytest.mark.parametrize("policy", [MASTER_BF16, MASTER_FP16], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("given", ["heads", "all"])
+def test_half_runs_may_share_frozen_weights(policy, given) -> None:
+    encoder, models, optimizers = heads()
+    before = [encoder.weight.clone(), *(model[1].weight.detach().clone() for model in models)]
+    if given == "all":
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    runs = [prepare(model, optimizer, policy) for model, optimizer in zip(models, optimizers, strict=True)]
+    for run in runs * 2:
+        run.backward(loss_of(run))
+        run.step()
+    for run in runs:
+        run.finish()
+    assert torch.equal(encoder.weight, before[0])
+    assert not any(torch.equal(model[1].weight, old) for model, old in zip(models, before[1:], strict=True))
+
+
+@pytest.mark.parametrize("trains", ["first", "second"])
+def test_half_runs_that_share_a_weight_that_either_trains_are_refused(trains) -> None:
+    encoder, models, optimizers = heads(frozen=False)
+    optimizers[trains == "second"].add_param_group({"params": list(encoder.parameters())})
+    run = prepare(models[0], optimizers[0], MASTER_BF16)
+    with pytest.raises(SettingError, match="0.weight, a weight of a Sequential, is in a run under"):
+        prepare(models[1], optimizers[1], MASTER_BF16)
+    run.finish()
+    prepare(models[1], optimizers[1], MASTER_BF16)

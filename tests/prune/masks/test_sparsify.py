@@ -251,6 +251,17 @@ def test_several_optimizers_hold_masks_together() -> None:
     assert not model[0].weight._backward_hooks
 
 
+class Wrapper(nn.Module):
+    """A wrapper of the user's own, with a parameter of its own."""
+
+    def __init__(self, net) -> None:
+        super().__init__()
+        self.scale, self.net = nn.Parameter(torch.ones(())), net
+
+    def forward(self, x):
+        return self.net(x) * self.scale
+
+
 @pytest.mark.filterwarnings("ignore:prepare. the optimizer does not have:UserWarning")
 def test_masks_are_held_by_the_runs_of_one_model_and_by_none_of_another() -> None:
     torch.manual_seed(0)
@@ -271,6 +282,9 @@ def test_masks_are_held_by_the_runs_of_one_model_and_by_none_of_another() -> Non
         with pytest.raises(ModelError, match=f"weight has a mask and is {place} in the model of the Run; give the model that"):
             enforce_masks_(given, runs[0])
     runs[0].model = torch.compile(model, backend="eager")
+    with pytest.raises(ModelError, match=r"_orig_mod.0.weight has a mask and is 0\.weight in the model of the Run; give the"):
+        enforce_masks_(runs[0].model, *runs)
+    runs[1].model = Wrapper(model)
     release = enforce_masks_(model, *runs)
     runs[0].model = model
     steps()

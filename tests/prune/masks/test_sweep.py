@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import json
 import os
+import tempfile
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import networks
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -152,6 +154,9 @@ def test_bad_settings_are_refused_before_anything_is_trained() -> None:
         (dict(finetune=3), r"sweep\(finetune=...\): wanted Train\(...\), got int"),
         (dict(at=lambda ratio: ratio), r"sweep\(at=...\): wanted a function from the fraction to Sparsify\(...\) or Prune"),
         (dict(seeds=()), r"sweep\(seeds=...\): wanted at least one whole number"),
+        (dict(seeds=0), r"sweep\(seeds=...\): wanted at least one whole number, such as \(0, 1\), got 0"),
+        (dict(seeds="01"), r"sweep\(seeds=...\): wanted at least one whole number, such as \(0, 1\), got '01'"),
+        (dict(seeds=(0.5,)), r"sweep\(seeds=...\): wanted at least one whole number, such as \(0, 1\), got \(0.5,\)"),
         (dict(rewind_to=1.0), r"rewind\(to=...\): wanted a share of the training"),
     ):
         with pytest.raises(SettingError, match=message):
@@ -280,3 +285,30 @@ def test_what_cannot_be_measured_or_kept_is_refused_before_anything_is_trained(t
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="file: cannot be written .*choose another out="):
         sweep(model, task, TUNE, ratios=(0,), methods=["none"], out=tmp_path / "file")
+
+
+def test_seeds_fractions_and_methods_may_be_arrays_and_generators(tmp_path) -> None:
+    """A generator, read twice, gave a sweep without points."""
+    task, model = loss_task(), networks.build(networks.Chain)
+    wanted = sweep(model, task, TUNE, ratios=(0, 0.5), methods=["none"], seeds=(0, 1), out=tmp_path)
+    assert len(wanted.points) == 4
+    for seeds, ratios in ((np.arange(2), np.array([0, 0.5])), (iter((0, 1)), iter((0, 0.5)))):
+        assert sweep(model, task, TUNE, ratios=ratios, methods=iter(["none"]), seeds=seeds, out=tmp_path) == wanted
+    found = sweep(model, task, TUNE, ratios=(0,), methods=["none"], seeds=np.array([2]), out=tmp_path)
+    assert sweep(model, task, TUNE, ratios=(0,), methods=["none"], seeds=(2,), out=tmp_path) == found
+
+
+def test_a_folder_in_which_no_file_can_be_made_is_refused_before_anything_is_trained(tmp_path, monkeypatch) -> None:
+    def refuse(*args, **settings):
+        raise PermissionError(13, "Permission denied")
+
+    task, model = loss_task(), networks.build(networks.Chain)
+    found = sweep(model, task, TUNE, ratios=(0,), methods=["none"], out=tmp_path)
+    monkeypatch.setattr(ck.Train, "__call__", refuse)
+    if Path("/proc").is_dir():
+        with pytest.raises(CheckpointError, match="/proc: cannot be written .*choose another out="):
+            sweep(model, task, TUNE, ratios=(0,), methods=["none"], out="/proc")
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    with pytest.raises(CheckpointError, match=r"cannot be written \(Permission denied\); .*choose another out="):
+        sweep(model, task, TUNE, ratios=(0, 0.5), methods=["none"], out=tmp_path)
+    assert sweep(model, task, TUNE, ratios=(0,), methods=["none"], out=tmp_path) == found  # nothing is to be written

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import compresskit as ck
 from compresskit.graph.normalize import aten
 from compresskit.metrics import decibels
-from compresskit.quant import quantize_static
+from compresskit.quant import prepare_qat, quantize_static
 
 
 def test_relu_is_merged_into_the_quantizer() -> None:
@@ -56,6 +56,37 @@ def test_a_clamp_around_zero_is_the_range_of_its_quantizer(bound, ends, tmp_path
     parts = wanted - wanted.mean((0, 2, 3), keepdim=True), found - wanted
     assert decibels(*(float(part.square().sum()) for part in parts)) > 28  # 27.0 of -1 to 1 in float
     ck.verify_onnx(ck.export_onnx(quantized, tmp_path / "m.onnx", x), quantized, [x])
+
+
+@pytest.mark.parametrize(("low", "high"), [(-1.0, 1.0), (0.0, 1.0)])
+def test_bounds_that_something_else_relies_on_stay_bounds(low, high) -> None:
+    """The zero point of -1 to 1 lies beside the middle: a value became 1.004, of which acos is nan."""
+
+    class Bounded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            x = (9 * self.first(x)).clamp(low, high)
+            return self.last(x), torch.acos(x)
+
+    class Pixels(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).clamp(low, high)
+
+    torch.manual_seed(0)
+    x = torch.randn(16, 3, 12, 12)
+    assert torch.isfinite(quantize_static(Bounded().eval(), [x])(x)[1]).all()
+    trained = prepare_qat(Pixels(nn.Conv2d(3, 4, 3)).eval(), [x], learned=True)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.3)
+    for _ in range(5):
+        optimizer.zero_grad()
+        (trained(x) - 5).square().mean().backward()
+        optimizer.step()
+    trained.eval()
+    assert low <= trained(x).min()
+    assert trained(x).max() <= high
 
 
 @pytest.mark.parametrize(("low", "high"), [(None, 1.0), (0.5, 2.0), (-2.0, -0.5)])

@@ -16,7 +16,7 @@ from torch import nn
 import compresskit as ck
 from compresskit.quant import X86, adaround_, prepare_qat, quantize_static
 from compresskit.quant.numerics.dynamic_quantizers import RowQuantizer
-from compresskit.quant.numerics.observers import MinMax
+from compresskit.quant.numerics.observers import FixedRange, MinMax
 from compresskit.quant.numerics.quantizers import ActivationQuantizer, WeightQuantizer
 from compresskit.quant.numerics.scheme import Scheme, to_integers
 from compresskit.quant.numerics.targets import X86_NO_VNNI
@@ -133,6 +133,25 @@ def test_no_pair_is_close_to_a_boundary(kind, scales) -> None:
     boundaries._move_scale_(out, [boundaries._pairs(kind, a, b, out)])
     assert ties_of(float(out.scale)) < 1e-4
     assert 1 < float(out.scale) / scales[2] <= 1 + boundaries.TRIES * boundaries.NUDGE
+
+
+def test_no_hardsigmoid_that_is_an_addition_is_close_to_a_boundary() -> None:
+    """The sixth of the scale of its input is 2.25 steps of the output, so that one integer in four gives a tie."""
+    x, out = grid(6 * 2 / 511 * 2.25, 128), grid(2 / 511)
+    out.observer = FixedRange(0.0, 510 / 511)
+    p = np.arange(256) - 128.0
+
+    def nearest(scale: float) -> float:
+        """The smallest distance from a tie, in steps."""
+        result = (p * float(x.scale) / 6 + 0.5) / scale
+        result = result[(result > 0) & (result < 255)]
+        return float(np.abs(result - 0.5 - np.round(result - 0.5)).min())
+
+    assert nearest(float(out.scale)) < 1e-4
+    boundaries._move_scale_(out, [boundaries._sixths(x, out)])
+    assert nearest(float(out.scale)) > 2e-5
+    assert 1 < float(out.scale) * 511 / 2 <= 1 + boundaries.TRIES * boundaries.NUDGE
+    assert round(1 / float(out.scale)) == 255  # where it saturates
 
 
 def test_scales_follow_a_weight_that_is_trained_further() -> None:

@@ -16,6 +16,8 @@ import torch
 import compresskit as ck
 from compresskit.base.errors import Interrupted
 from compresskit.base.fingerprint import describe
+from compresskit.base.fingerprint.functions import USER_FILES
+from compresskit.recipe.preflight import preflight_check
 from compresskit.search.script.source import SCRIPT_TEXT, SourceWriter
 from compresskit.search.script.user_file import defined_by
 
@@ -23,6 +25,7 @@ FILE = """import argparse
 import logging
 import sys
 import torch
+from dataclasses import dataclass
 from torch.utils.data import DataLoader, Dataset
 import compresskit as ck
 parser = argparse.ArgumentParser()
@@ -59,7 +62,8 @@ def mine(tmp_path, monkeypatch) -> Iterator[Path]:
     path.write_text(FILE)
     yield path
     for name in set(sys.modules) - before:
-        del sys.modules[name]
+        if name.startswith(f"{USER_FILES}."):
+            del sys.modules[name]
 
 
 def test_a_file_is_run_as_a_script_without_arguments(mine, monkeypatch) -> None:
@@ -111,6 +115,46 @@ def test_what_a_run_recognizes_a_file_by_is_that_of_runpy(mine, monkeypatch) -> 
     writer = SourceWriter()
     writer.source(defined["train"], "here")
     assert writer.defined == ["adam"]
+
+
+OF_USER = """
+class Factored(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["row"] = p.grad.reshape(len(p), -1).square().mean(1)
+        return super().step(closure)
+@dataclass(frozen=True)
+class Mine(ck.Stage):
+    keeps = frozenset()
+    dynamic: tuple = ()
+    def __call__(self, model, task):
+        return model.float()
+optimizer = Factored(model.parameters(), lr=0.1)
+"""
+
+
+def test_an_optimizer_of_the_file_is_none_of_the_library(mine) -> None:
+    """Whose states have the shapes of their parameters, or are numbers; this one keeps a number for each row."""
+    mine.write_text(FILE + OF_USER)
+    defined = defined_by(str(mine), "here")
+    run = ck.mixed.prepare(defined["model"], defined["optimizer"], ck.mixed.FP32)
+    run.backward(run(torch.ones(2, 12)).square().mean())
+    run.step()
+    kept = run.state_dict()["optimizer"]
+    run.load_state_dict(run.state_dict())
+    assert torch.equal(run.state_dict()["optimizer"]["state"]["weight"]["row"], kept["state"]["weight"]["row"])
+
+
+def test_a_stage_of_the_file_is_none_of_the_library(mine) -> None:
+    """Of the library's stages it is known that they keep the dtype; one of a user may cast a model that cannot be written yet."""
+    mine.write_text(FILE + OF_USER)
+    defined = defined_by(str(mine), "here")
+    model = torch.nn.Conv2d(12, 4, 1).double()
+    rows = [(torch.ones(n, 12, 1, 1, dtype=torch.float64), torch.zeros(n, 1, 1, dtype=torch.int64)) for n in (2, 1)]
+    preflight_check(model, ck.Task(val=rows), [defined["Mine"]()])  # whose `dynamic` may mean anything
+    with pytest.raises(ck.ExportError, match="ONNX Runtime has no Conv in DOUBLE"):
+        preflight_check(model, ck.Task(val=rows))
 
 
 @pytest.mark.parametrize(
