@@ -18,7 +18,7 @@ from compresskit.quant.effort.aligned_sums import quantizers_of_sums
 from compresskit.quant.effort.samples import OutputError
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.histogram import Histogram
-from compresskit.quant.numerics.observers import FixedRange, HistogramMSE, KnownRange
+from compresskit.quant.numerics.observers import HistogramMSE, KnownRange
 from compresskit.quant.numerics.quantizers import ActivationQuantizer
 
 Rule = Literal["extremes", "least error", "percentile"]
@@ -48,7 +48,9 @@ def set_range_(quantized: Quantized, *, label: str, rule: Rule, batches: Sequenc
     label: of its quantizer. batches: show its values, in float.
     """
     body, enabled = quantized.body, [quantizer.enabled for quantizer in quantized.quantizers()]
-    free = [quantizer for quantizer in quantized.activation_quantizers() if not isinstance(quantizer.observer, FixedRange)]
+    free = [
+        quantizer for quantizer in quantized.activation_quantizers() if quantizer.anchor is not None or not quantizer.is_fixed
+    ]
     chosen = [quantizer for quantizer in free if quantizer.label == label]
     quantized.enable_(False)
     for quantizer in chosen:

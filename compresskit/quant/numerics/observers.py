@@ -118,22 +118,19 @@ class KnownRange(_Extremes):
     """A range that is known before any value is seen, such as that of a sigmoid: `partial(KnownRange, 0.0, 1.0)`.
 
     lowest, highest: finite, the first the smaller one. Values that are not finite make the range not finite here, too.
+    fixed: integers must saturate at its ends, so that nothing may change it, not even training.
     """
 
-    def __init__(self, lowest: float, highest: float) -> None:
+    def __init__(self, lowest: float, highest: float, *, fixed: bool = False) -> None:
         if not -math.inf < lowest < highest < math.inf:
             raise SettingError(f"KnownRange: wanted two finite numbers, the first the smaller one, got {lowest} and {highest}")
-        self.lowest, self.highest = float(lowest), float(highest)
+        self.lowest, self.highest, self.fixed = float(lowest), float(highest), fixed
 
     def range(self) -> tuple[Tensor, Tensor]:
         """(low, high), each (channels,)."""
         low, high = super().range()
         whole = torch.isfinite(low) & torch.isfinite(high)
         return low.masked_fill(whole, self.lowest), high.masked_fill(whole, self.highest)
-
-
-class FixedRange(KnownRange):
-    """A known range at whose ends the integers must saturate, so that nothing may change it, not even training."""
 
 
 class MovingAverage(_Extremes):

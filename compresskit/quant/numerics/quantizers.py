@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from compresskit.base.errors import DataError
 from compresskit.export.ops.quantize import dequantize_linear, quantize_linear
-from compresskit.quant.numerics.observers import FixedRange, MinMax, MovingAverage, Observer, extremes
+from compresskit.quant.numerics.observers import KnownRange, MinMax, MovingAverage, Observer, extremes
 from compresskit.quant.numerics.saturation import ChangedPairs, FitPairs, PairPacking
 from compresskit.quant.numerics.scheme import (
     Scheme,
@@ -180,7 +180,7 @@ class ActivationQuantizer(Quantizer):
     @property
     def is_fixed(self) -> bool:
         """Whether a hardsigmoid in integers depends on the scale, so that only observing may change it."""
-        return self.anchor is not None or isinstance(self.observer, FixedRange)
+        return self.anchor is not None or (isinstance(self.observer, KnownRange) and self.observer.fixed)
 
     def learn_(self, on: bool = True, *, offset: bool = False) -> None:
         """Let the scale be learned from its present value on, or make it a constant again. One that is fixed stays so.

@@ -15,7 +15,7 @@ from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor
 from compresskit.quant.numerics.bit_widths import TARGET_BITS, Bits, BitWidths, bits_of_layer, check_bit_names, check_target_takes
 from compresskit.quant.numerics.dynamic_quantizers import DynamicActivation
-from compresskit.quant.numerics.observers import FixedRange, HistogramMSE, KnownRange, MinMax, Observer
+from compresskit.quant.numerics.observers import HistogramMSE, KnownRange, MinMax, Observer
 from compresskit.quant.numerics.operators import KNOWN_RANGES, moved_input, moved_inputs
 from compresskit.quant.numerics.quantizers import ActivationQuantizer, BiasQuantizer, WeightQuantizer
 from compresskit.quant.numerics.saturation import PairPacking, can_overflow, conv_packing
@@ -114,7 +114,7 @@ def _known_range(values: list[Node], target: Target, point: QuantizationPoint, s
     which an input of 0 gives, does not lie halfway between two integers, as it would with a range up to 1.
     """
     if point.saturates:
-        return partial(FixedRange, 0.0, 1 - 1 / (2 * (scheme.high - scheme.low) + 1))
+        return partial(KnownRange, 0.0, 1 - 1 / (2 * (scheme.high - scheme.low) + 1), fixed=True)
     if not target.known_ranges:
         return None
     found = [KNOWN_RANGES.get(node.target) for value in values for node in _origins(value)]

@@ -390,7 +390,8 @@ class Finals:
     def _tell_failed(self, trial: Any, error: CompressError, *, trains: bool) -> None:
         """Tell a trial why its run failed: for good only where the candidate, which stays as it is, cannot do otherwise."""
         lasting = isinstance(error, ExportError) or (isinstance(error, MetricError) and not trains)
-        trial.set_user_attr(REJECTED if lasting else UNTRAINABLE if trains else REJECTED_ONCE, str(error))
+        of_training = trains or isinstance(error, TrainingError)
+        trial.set_user_attr(REJECTED if lasting else UNTRAINABLE if of_training else REJECTED_ONCE, str(error))
         self.study.tell(trial, state=self.states.FAIL)
 
     def _is_of_candidate(self, error: CompressError, candidate: Candidate, *, trains: bool = True) -> bool:

@@ -16,7 +16,7 @@ from torch import nn
 import compresskit as ck
 from compresskit.quant import X86, adaround_, prepare_qat, quantize_static
 from compresskit.quant.numerics.dynamic_quantizers import RowQuantizer
-from compresskit.quant.numerics.observers import FixedRange, MinMax
+from compresskit.quant.numerics.observers import KnownRange, MinMax
 from compresskit.quant.numerics.quantizers import ActivationQuantizer, WeightQuantizer
 from compresskit.quant.numerics.scheme import Scheme, to_integers
 from compresskit.quant.numerics.targets import X86_NO_VNNI
@@ -138,7 +138,7 @@ def test_no_pair_is_close_to_a_boundary(kind, scales) -> None:
 def test_no_hardsigmoid_that_is_an_addition_is_close_to_a_boundary() -> None:
     """The sixth of the scale of its input is 2.25 steps of the output, so that one integer in four gives a tie."""
     x, out = grid(6 * 2 / 511 * 2.25, 128), grid(2 / 511)
-    out.observer = FixedRange(0.0, 510 / 511)
+    out.observer = KnownRange(0.0, 510 / 511, fixed=True)
     p = np.arange(256) - 128.0
 
     def nearest(scale: float) -> float:
