@@ -43,15 +43,12 @@ class SeveralRanges(HistogramMSE):
 
 
 def set_range_(quantized: Quantized, *, label: str, rule: Rule, batches: Sequence[Inputs]) -> None:
-    """Give one activation the range of another rule, in place, unless it is fixed.
+    """Give one activation the range of another rule, in place, unless its range is fixed.
 
     label: of its quantizer. batches: show its values, in float.
     """
     body, enabled = quantized.body, [quantizer.enabled for quantizer in quantized.quantizers()]
-    free = [
-        quantizer for quantizer in quantized.activation_quantizers() if quantizer.anchor is not None or not quantizer.is_fixed
-    ]
-    chosen = [quantizer for quantizer in free if quantizer.label == label]
+    chosen = [q for q in quantized.activation_quantizers() if q.label == label and not q.has_fixed_range]
     quantized.enable_(False)
     for quantizer in chosen:
         observer = SeveralRanges(min(8, quantizer.scheme.bits), symmetric=quantizer.scheme.symmetric)

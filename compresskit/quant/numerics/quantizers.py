@@ -178,9 +178,14 @@ class ActivationQuantizer(Quantizer):
             )
 
     @property
+    def has_fixed_range(self) -> bool:
+        """Whether integers must saturate at the ends of the range, so that no other rule may choose it."""
+        return isinstance(self.observer, KnownRange) and self.observer.fixed
+
+    @property
     def is_fixed(self) -> bool:
         """Whether a hardsigmoid in integers depends on the scale, so that only observing may change it."""
-        return self.anchor is not None or (isinstance(self.observer, KnownRange) and self.observer.fixed)
+        return self.anchor is not None or self.has_fixed_range
 
     def learn_(self, on: bool = True, *, offset: bool = False) -> None:
         """Let the scale be learned from its present value on, or make it a constant again. One that is fixed stays so.
