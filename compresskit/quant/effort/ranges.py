@@ -18,7 +18,7 @@ from compresskit.quant.effort.aligned_sums import quantizers_of_sums
 from compresskit.quant.effort.samples import OutputError
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.histogram import Histogram
-from compresskit.quant.numerics.observers import HistogramMSE, KnownRange
+from compresskit.quant.numerics.observers import HistogramMSE, KnownRange, has_fixed_range
 from compresskit.quant.numerics.quantizers import ActivationQuantizer
 
 Rule = Literal["extremes", "least error", "percentile"]
@@ -48,7 +48,7 @@ def set_range_(quantized: Quantized, *, label: str, rule: Rule, batches: Sequenc
     label: of its quantizer. batches: show its values, in float.
     """
     body, enabled = quantized.body, [quantizer.enabled for quantizer in quantized.quantizers()]
-    chosen = [q for q in quantized.activation_quantizers() if q.label == label and not q.has_fixed_range]
+    chosen = [q for q in quantized.activation_quantizers() if q.label == label and not has_fixed_range(q.observer)]
     quantized.enable_(False)
     for quantizer in chosen:
         observer = SeveralRanges(min(8, quantizer.scheme.bits), symmetric=quantizer.scheme.symmetric)

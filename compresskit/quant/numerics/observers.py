@@ -133,6 +133,11 @@ class KnownRange(_Extremes):
         return low.masked_fill(whole, self.lowest), high.masked_fill(whole, self.highest)
 
 
+def has_fixed_range(observer: Observer) -> bool:
+    """Whether integers must saturate at the ends of the range, so that no other rule may choose it."""
+    return isinstance(observer, KnownRange) and observer.fixed
+
+
 class MovingAverage(_Extremes):
     """Moving average of the extremes of batches: new = old + momentum * (batch - old); averaged over ranks.
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from compresskit.base.errors import DataError
 from compresskit.export.ops.quantize import dequantize_linear, quantize_linear
-from compresskit.quant.numerics.observers import KnownRange, MinMax, MovingAverage, Observer, extremes
+from compresskit.quant.numerics.observers import MinMax, MovingAverage, Observer, extremes, has_fixed_range
 from compresskit.quant.numerics.saturation import ChangedPairs, FitPairs, PairPacking
 from compresskit.quant.numerics.scheme import (
     Scheme,
@@ -178,14 +178,9 @@ class ActivationQuantizer(Quantizer):
             )
 
     @property
-    def has_fixed_range(self) -> bool:
-        """Whether integers must saturate at the ends of the range, so that no other rule may choose it."""
-        return isinstance(self.observer, KnownRange) and self.observer.fixed
-
-    @property
     def is_fixed(self) -> bool:
         """Whether a hardsigmoid in integers depends on the scale, so that only observing may change it."""
-        return self.anchor is not None or self.has_fixed_range
+        return self.anchor is not None or has_fixed_range(self.observer)
 
     def learn_(self, on: bool = True, *, offset: bool = False) -> None:
         """Let the scale be learned from its present value on, or make it a constant again. One that is fixed stays so.
