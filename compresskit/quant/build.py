@@ -88,7 +88,7 @@ def build_quantized(
         floating = {**_sensitive_ends(captured.module.graph), **(floating or {})}
     if adjust is not None:
         adjust(captured)
-    placement, floating = _placed(captured, target, skip, floating or {}, bits, separate, share)
+    placement, floating = placed_by_ranges(captured, target, skip, floating or {}, bits, separate, share)
     origin = replace(origin, floating=dict(floating), bits=bits)
     if not placement.integer:
         raise ModelError(f"{type(model).__name__}: {target.name} can run none of its operators in integers:\n{placement}")
@@ -100,14 +100,14 @@ def build_quantized(
     return Quantized(captured, target, placement, origin, folds if trainable else ()).train(model.training)
 
 
-def _placed(
+def placed_by_ranges(
     captured: Captured,
     target: Target,
     skip: tuple[str, ...],
     floating: Mapping[str, str],
     bits: BitWidths,
     separate: Callable[[Captured, Placement, Scheme], Mapping[str, str]] | None,
-    share: Callable[[Captured, Placement, Scheme], Placement] | None,
+    share: Callable[[Captured, Placement, Scheme], Placement] | None = None,
 ) -> tuple[Placement, Mapping[str, str]]:
     """The placement, as `share` joins its groups, and what is left float besides what the rules leave so, as `separate` names."""
     scheme = replace(target.activations, bits=bits_of_layer(bits, "").activations or target.activations.bits)

@@ -32,9 +32,9 @@ from compresskit.quant.effort.trials import Build
 from compresskit.quant.effort.unseen_sizes import SeenSizes
 from compresskit.quant.measured_placement.beside_float import beside_float, measures
 from compresskit.quant.measured_placement.by_ranges import float_by_ranges
-from compresskit.quant.measured_placement.joined_values import shown_batches
 from compresskit.quant.measured_placement.latency_search import measured_choice
 from compresskit.quant.measured_placement.repeated_calls import SharedScales
+from compresskit.quant.measured_placement.shown_ranges import ShownRanges, shown_batches
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.bit_widths import BitWidths, named_modules, refuse_one_bit
 from compresskit.quant.numerics.observers import Observer
@@ -172,9 +172,9 @@ def builder(
     trials: it is called many times, and keeps the captured graph for that.
     shown: gives batches by whose values joined ones are kept apart; None for the example alone.
     """
-    choice = measured_choice(module, example, settings)
-    shown = shown or (lambda: [example])
-    separate, share = float_by_ranges(shown, settings), SharedScales(shown)
+    ranges = ShownRanges(shown or (lambda: [example]))
+    separate, share = float_by_ranges(ranges, settings), SharedScales(ranges)
+    choice = measured_choice(module, example, settings, separate)
 
     @functools.cache
     def prepared(named: tuple[str, ...]) -> tuple[Captured, Origin]:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
-from compresskit.base.task import Inputs
 from compresskit.graph.capture import Captured
 from compresskit.quant.calibrated import CalibratedSettings
 from compresskit.quant.measured_placement.hard_gates import HardGates
 from compresskit.quant.measured_placement.joined_values import SeparateScales
+from compresskit.quant.measured_placement.shown_ranges import ShownRanges
 from compresskit.quant.numerics.scheme import Scheme
 from compresskit.quant.passes.placement import Placement
 
 ByRanges = Callable[[Captured, Placement, Scheme], Mapping[str, str]]
 
 
-def float_by_ranges(shown: Callable[[], Iterable[Inputs]], settings: CalibratedSettings) -> ByRanges:
+def float_by_ranges(shown: ShownRanges, settings: CalibratedSettings) -> ByRanges:
     """Names what stays float with some settings: no layers with `strict`; where no operator may be float, only hard sigmoids that
     run in integers in another form.
-
-    shown: gives batches whose values show the ranges.
     """
     if settings.strict == "all":
         return HardGates(shown, floats=False)

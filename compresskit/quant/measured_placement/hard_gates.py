@@ -9,13 +9,10 @@ product are computed in float. A gate whose input nothing else reads stays: its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-
 from compresskit.base.distributed import on_rank_zero
-from compresskit.base.task import Inputs
 from compresskit.graph.capture import Captured
 from compresskit.graph.normalize import Node
-from compresskit.quant.measured_placement.joined_values import Range, shown_ranges, union_of, width_of
+from compresskit.quant.measured_placement.shown_ranges import ShownRanges, union_of, width_of
 from compresskit.quant.numerics.operators import OPERATOR_KINDS
 from compresskit.quant.numerics.scheme import Scheme
 from compresskit.quant.passes.placement import UNANCHORED, Placement
@@ -26,13 +23,12 @@ MOST_WIDENED = 2.0  # how much wider than its values the range of such an input 
 class HardGates:
     """Names such hard sigmoids, each with the reason, and products that stay float; called with a captured graph and a placement.
 
-    The ranges are measured once, at the first call for a graph that has any; of several processes the first decides for all.
+    Of several processes the first decides for all.
     """
 
-    def __init__(self, shown: Callable[[], Iterable[Inputs]], *, floats: bool = True) -> None:
-        """shown: gives batches whose values show the ranges. floats: whether operators may be left float."""
+    def __init__(self, shown: ShownRanges, *, floats: bool = True) -> None:
+        """floats: whether operators may be left float."""
         self._shown, self._floats = shown, floats
-        self._ranges: dict[str, Range] = {}
 
     def __call__(self, captured: Captured, placement: Placement, scheme: Scheme) -> dict[str, str]:
         """scheme: format of activations."""
@@ -43,7 +39,7 @@ class HardGates:
         return on_rank_zero(lambda: self._found(captured, placement, scheme, gated)) if gated else {}
 
     def _found(self, captured: Captured, placement: Placement, scheme: Scheme, gated: dict[Node, Node]) -> dict[str, str]:
-        self._ranges = self._ranges or shown_ranges(captured, placement, self._shown())[0]
+        ranges = self._shown.of(captured, placement)
         points = {point.node: point for point in placement.points}
         found: dict[str, str] = {}
         for gate, value in gated.items():
@@ -51,7 +47,7 @@ class HardGates:
             if point is None or point.anchor is None:
                 continue
             group = [other.node for other in placement.points if other.group == point.group]
-            low, high = union_of([self._ranges[name] for name in group if name in self._ranges])
+            low, high = union_of([ranges[name] for name in group if name in ranges])
             own, held = width_of((low, high), scheme), width_of((min(low, -point.anchor), max(high, point.anchor)), scheme)
             if 0 < own * MOST_WIDENED < held:
                 steps = (scheme.high - scheme.low) * own / held

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,13 +25,13 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from compresskit.base.distributed import on_rank_zero
-from compresskit.base.task import Inputs, batch_size, shapes_of
+from compresskit.base.task import Inputs
 from compresskit.graph.capture import Captured
 from compresskit.graph.interpreter import ValueOf, execute, run_graph
 from compresskit.graph.normalize import Node
 from compresskit.metrics import decibels
-from compresskit.quant.calibration.rows import in_chunks, row_count, take_rows
-from compresskit.quant.model import CALIBRATION_BYTES
+from compresskit.quant.calibration.rows import row_count, take_rows
+from compresskit.quant.measured_placement.shown_ranges import Range, ShownRanges, union_of, width_of
 from compresskit.quant.numerics.operators import OPERATOR_KINDS, is_float_tensor, moved_inputs
 from compresskit.quant.numerics.scheme import Scheme, affine, fake_quantize
 from compresskit.quant.passes.placement import JOINED, Placement
@@ -48,14 +48,10 @@ NO_STEPS = 4
 #: Of a layer's result, in power, that such an operand must make where the layer reads what comes to it in float, as features in
 #: units of their own do, and embeddings: what belongs to the large ones is no measure of it, and no conversion is saved.
 LEAST_PART = 1e-8
-SHOWN_ROWS, SHOWN_MACS = (16, 256), 2e10  # that show ranges: at least, at most, and of their forward pass
 NOISE_ROWS = 16  # that show what a layer loses
-SHOWN_BYTES = 2**26  # of inputs that are kept for it
 
 #: Operators whose results are made of one value each, or of a mean: they hand on what is joined, channel by channel.
 _HANDED_ON = frozenset({"move", "concat", "clamp", "add", "mul", "avg_pool", "mean", "sigmoid", "hardsigmoid", "leaky_relu"})
-
-Range = tuple[float, float]
 
 
 @dataclass
@@ -94,15 +90,15 @@ class _Joined:
 class SeparateScales:
     """Names the operators that stay float since one scale for joined values would destroy some of them, each with the reason.
 
-    Called with a captured graph and a placement, again after each change of that, until it names nothing more. The ranges are
-    measured once, at the first call for a graph that joins anything; of several processes the first decides for all.
+    Called with a captured graph and a placement, again after each change of that, until it names nothing more. Of several
+    processes the first decides for all.
     """
 
-    def __init__(self, shown: Callable[[], Iterable[Inputs]], *, layers: bool = True) -> None:
-        """shown: gives batches whose values show the ranges. layers: whether layers with weights may be left float, too."""
+    def __init__(self, shown: ShownRanges, *, layers: bool = True) -> None:
+        """layers: whether layers with weights may be left float, too."""
         self._shown, self._layers = shown, layers
-        self._batches: list[Inputs] = []
         self._ranges: dict[str, Range] = {}
+        self._rows: Inputs = ()
         self._losses: dict[Any, tuple[float, float, float]] = {}
 
     def __call__(self, captured: Captured, placement: Placement, scheme: Scheme) -> dict[str, str]:
@@ -113,8 +109,7 @@ class SeparateScales:
         return on_rank_zero(partial(self._found, captured, placement, scheme, concats))
 
     def _found(self, captured: Captured, placement: Placement, scheme: Scheme, concats: list[Node]) -> dict[str, str]:
-        if not self._ranges:
-            self._ranges, self._batches = shown_ranges(captured, placement, self._shown())
+        self._ranges, self._rows = self._shown.of(captured, placement), self._shown.rows(captured, placement)[0]
         for groups in (None, self._groups(placement)):
             # Operands that a concatenation itself joins first; then those that share their scale by way of others.
             found: dict[str, str] = {}
@@ -196,76 +191,13 @@ class SeparateScales:
         """
         key = (layer.name, joined.node.name, *(node.name for node in beside or ()), joined.joint)
         if key not in self._losses:
-            self._losses[key] = _losses(captured, self._batches[0], scheme, joined, layer, beside or {})
+            self._losses[key] = _losses(captured, self._rows, scheme, joined, layer, beside or {})
         one, each, part = self._losses[key]
         nothing = min(joined.narrow.values()) < NO_STEPS
         poor = one < (LOW_RESULT_OF_NOTHING if nothing else LOW_RESULT) and each >= one + LEAST_GAINED
         if not poor and not (floats and nothing and part > LEAST_PART):
             return ""
         return f"it reads what {joined.node.name} joins: {joined.fewest}, and its result {one:.1f} dB"
-
-
-def shown_ranges(captured: Captured, placement: Placement, batches: Iterable[Inputs]) -> tuple[dict[str, Range], list[Inputs]]:
-    """The smallest and the largest value of each node on some rows of batches, and these rows."""
-    macs = sum(cost.macs for cost in placement.costs.values())
-    rows = max(SHOWN_ROWS[0], min(SHOWN_ROWS[1], int(SHOWN_MACS / max(1, macs))))
-    shown, ranges = _rows_alike(captured, batches, rows), dict[str, Range]()
-
-    def visit(node: Node, value: Any) -> None:
-        if node.op == "output" or not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
-            return
-        low, high = (float(end) for end in torch.aminmax(value.detach()))
-        ranges[node.name] = union_of([ranges.get(node.name, (low, high)), (low, high)])
-
-    with torch.no_grad():
-        for inputs in shown:
-            run_graph(captured.module, pytree.tree_leaves(inputs), visit)
-    return ranges, shown
-
-
-def shown_batches(data: Iterator[Inputs]) -> tuple[list[Inputs], Iterator[Inputs]]:
-    """The first batches, as many as are kept to show ranges, and an iterator over all batches, these included."""
-    taken, rows, size = list[Inputs](), 0, 0
-    for inputs in data:
-        taken.append(inputs)
-        tensors = [v for v in pytree.tree_leaves(inputs) if isinstance(v, Tensor)]
-        rows += next((v.shape[0] for v in tensors if v.ndim), 1)
-        size += sum(v.numel() * v.element_size() for v in tensors)
-        if rows >= SHOWN_ROWS[1] or size >= SHOWN_BYTES:
-            break
-    return taken, _chained(taken, data)
-
-
-def _chained(taken: Sequence[Inputs], rest: Iterator[Inputs]) -> Iterator[Inputs]:
-    yield from taken
-    yield from rest
-
-
-def _rows_alike(captured: Captured, batches: Iterable[Inputs], rows: int) -> list[Inputs]:
-    """At most so many rows of the batches of the example's shape, in parts small enough for memory; batches as they are, and at
-    least one, where they cannot be cut.
-    """
-    example = captured.example
-    alike = [inputs for inputs in batches if _form(inputs) == _form(example)] or [example]
-    if not all(0 in dims for dims in captured.varying) or any(row_count(inputs) is None for inputs in alike):
-        return alike[: max(1, rows // max(1, batch_size(example)))]
-    total = sum(row_count(inputs) or 0 for inputs in alike)
-    share = min(1.0, rows / total)
-    some = [take_rows(inputs, _evenly(row_count(inputs) or 0, share)) for inputs in alike]
-    largest = max(torch.Size(shape).numel() for shape in captured.shapes.values())
-    row_bytes = max(1, 4 * largest // batch_size(example))
-    return list(in_chunks(some, max(1, CALIBRATION_BYTES // row_bytes)))
-
-
-def _form(inputs: Inputs) -> tuple[Any, ...]:
-    names = list(inputs) if isinstance(inputs, dict) else len(inputs)
-    return names, [shape[1:] for shape in shapes_of(inputs)]
-
-
-def _evenly(count: int, share: float) -> Tensor:
-    """The numbers of a share of the rows of a batch, one at least, evenly spread: rows beside each other are often alike."""
-    chosen = max(1, round(share * count))
-    return torch.arange(chosen) * count // chosen
 
 
 def _is_concat(node: Node) -> bool:
@@ -362,14 +294,3 @@ def _losses(
     each = noise(lambda node, value: rounded(value, values[node]))
     without = noise(lambda node, value: torch.zeros_like(value) if node in joined.narrow else value)
     return decibels(power, one), decibels(power, each), without / max(power, 1e-300)
-
-
-def union_of(ranges: Sequence[Range]) -> Range:
-    """The range that holds all of them; (0, 0) of none."""
-    return min((low for low, _ in ranges), default=0.0), max((high for _, high in ranges), default=0.0)
-
-
-def width_of(ends: Range, scheme: Scheme) -> float:
-    """Width of the range of a scale that holds these values, and zero."""
-    low, high = min(ends[0], 0.0), max(ends[1], 0.0)
-    return 2 * max(-low, high) if scheme.symmetric else high - low

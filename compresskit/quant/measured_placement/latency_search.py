@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from torch import nn
@@ -26,8 +27,10 @@ from compresskit.export.check.profile.layers import profile_layers
 from compresskit.graph.capture import Captured
 from compresskit.graph.normalize import Node
 from compresskit.measure import latency
+from compresskit.quant.build import placed_by_ranges
 from compresskit.quant.calibrated import CalibratedSettings
 from compresskit.quant.measured_placement.beside_float import MIN_GAIN, MOST_PROFILED, measures, rows_of_batch, unless_guarding
+from compresskit.quant.measured_placement.by_ranges import ByRanges
 from compresskit.quant.measured_placement.placement_model import layer_graph, predicted_placements
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.bit_widths import named_modules
@@ -55,7 +58,9 @@ class MeasuredChoice:
     record: MeasuredPlacement | None = None
 
 
-def measured_choice(model: nn.Module, example: Inputs, settings: CalibratedSettings, *, seconds: float = 1.0) -> MeasuredChoice:
+def measured_choice(
+    model: nn.Module, example: Inputs, settings: CalibratedSettings, by_ranges: ByRanges | None = None, *, seconds: float = 1.0
+) -> MeasuredChoice:
     """Find the operators that should stay float on this machine, where the settings ask for that.
 
     Every part (see `candidate_parts`) is timed in float, for `settings.deployment`, in turn with the whole model in integers. The
@@ -66,6 +71,7 @@ def measured_choice(model: nn.Module, example: Inputs, settings: CalibratedSetti
 
     Args:
         model: a float module. example: inputs that capture it. settings: of the quantization.
+        by_ranges: names what every variant leaves float, or gives another form, by the ranges of its values; None for nothing.
         seconds: how long each variant is timed, at most.
 
     Raises SettingError where the model cannot take the batch of the deployment, ExportError where it cannot be exported;
@@ -73,15 +79,17 @@ def measured_choice(model: nn.Module, example: Inputs, settings: CalibratedSetti
     """
     if not measures(settings):
         return MeasuredChoice({})
-    found = unless_guarding(settings, type(model).__name__, lambda: _searched_choice(model, example, settings, seconds))
-    return found or MeasuredChoice({})
+    search = partial(_searched_choice, model, example, settings, by_ranges, seconds)
+    return unless_guarding(settings, type(model).__name__, search) or MeasuredChoice({})
 
 
-def _searched_choice(model: nn.Module, example: Inputs, settings: CalibratedSettings, seconds: float) -> MeasuredChoice:
+def _searched_choice(
+    model: nn.Module, example: Inputs, settings: CalibratedSettings, by_ranges: ByRanges | None, seconds: float
+) -> MeasuredChoice:
     began = time.perf_counter()
     target, skip, deployment = settings.target, settings.skip, settings.deployment
     captured, origin, _ = prepare_graph(model, example, target, skip, settings.dynamic, named=named_modules(settings.bits))
-    placement = place_quantizers(captured.module.graph, target, skip=skip)
+    placement, _ = placed_by_ranges(captured, target, skip, {}, settings.bits, by_ranges)
     if not placement.integer:
         return MeasuredChoice({})
 
@@ -89,7 +97,7 @@ def _searched_choice(model: nn.Module, example: Inputs, settings: CalibratedSett
         return bool(place_quantizers(captured.module.graph, target, skip=skip, floating=floating).integer)
 
     with tempfile.TemporaryDirectory() as folder:
-        variants = _Variants(captured, origin, settings, Path(folder), seconds)
+        variants = _Variants(captured, origin, settings, by_ranges, Path(folder), seconds)
         contenders: list[Floating] = [{}]
         *times, float_ms = variants.measure(contenders, beside_float=True)
         variants.seconds = min(seconds, max(LEAST_SECONDS, ENOUGH_RUNS * float_ms / 1000))
@@ -157,9 +165,17 @@ def _reasons(parts: Mapping[str, list[str]], faster: list[tuple[float, str]], al
 class _Variants:
     """Writes the ONNX files of variants of one model, each once, and times them in turn."""
 
-    def __init__(self, captured: Captured, origin: Origin, settings: CalibratedSettings, folder: Path, seconds: float) -> None:
+    def __init__(
+        self,
+        captured: Captured,
+        origin: Origin,
+        settings: CalibratedSettings,
+        by_ranges: ByRanges | None,
+        folder: Path,
+        seconds: float,
+    ) -> None:
         self.captured, self.origin, self.target, self.skip = captured, origin, settings.target, settings.skip
-        self.bits = settings.bits
+        self.bits, self.by_ranges = settings.bits, by_ranges
         self.folder, self.seconds, self.deployment = folder, seconds, settings.deployment
         self.files: dict[frozenset[str], Path] = {}
         self.float_file = export_onnx(captured.module, folder / "float.onnx", captured.example)
@@ -193,7 +209,7 @@ class _Variants:
 
     def _variant(self, floating: Floating) -> nn.Module:
         captured = copy.deepcopy(self.captured)
-        placement = place_quantizers(captured.module.graph, self.target, skip=self.skip, floating=floating)
+        placement, _ = placed_by_ranges(captured, self.target, self.skip, floating, self.bits, self.by_ranges)
         if not placement.integer:
             return captured.module
         insert_quantizers_(captured.module, placement, self.target, MinMax, self.bits)

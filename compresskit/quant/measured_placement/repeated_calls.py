@@ -9,16 +9,15 @@ of a recurrence, each of which reads what the one before it computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import fx
 
 from compresskit.base.distributed import on_rank_zero
-from compresskit.base.task import Inputs
 from compresskit.graph.capture import Captured
 from compresskit.graph.normalize import Node
-from compresskit.quant.measured_placement.joined_values import Range, shown_ranges, union_of, width_of
+from compresskit.quant.measured_placement.shown_ranges import Range, ShownRanges, union_of, width_of
 from compresskit.quant.numerics.scheme import Scheme
 from compresskit.quant.passes.placement import Placement
 
@@ -28,14 +27,11 @@ ALIKE = 1.5  # how much wider the joint range may be than the narrowest: 3.5 dB 
 class SharedScales:
     """Joins the groups of a placement that calls of one module make, see the top of this file; called with each placement.
 
-    The ranges are measured once, at the first call for a graph that calls a module several times, whatever is done to its weights
-    between two calls; of several processes the first decides for all.
+    Of several processes the first decides for all.
     """
 
-    def __init__(self, shown: Callable[[], Iterable[Inputs]]) -> None:
-        """shown: gives batches whose values show the ranges."""
+    def __init__(self, shown: ShownRanges) -> None:
         self._shown = shown
-        self._ranges: dict[str, Range] = {}
 
     def __call__(self, captured: Captured, placement: Placement, scheme: Scheme) -> Placement:
         """scheme: format of activations."""
@@ -46,12 +42,12 @@ class SharedScales:
 
     def _groups(self, captured: Captured, placement: Placement, scheme: Scheme, places: Sequence[set[str]]) -> dict[str, int]:
         """The new group of each point."""
-        self._ranges = self._ranges or shown_ranges(captured, placement, self._shown())[0]
+        ranges = self._shown.of(captured, placement)
         group = {point.node: point.group for point in placement.points}
         anchors = {point.group: (point.anchor, point.saturates) for point in placement.points}
         ends: dict[int, Range] = {}
         for point in placement.points:
-            known = [found for found in (ends.get(point.group), self._ranges.get(point.node)) if found is not None]
+            known = [found for found in (ends.get(point.group), ranges.get(point.node)) if found is not None]
             ends |= {point.group: union_of(known)} if known else {}
         joined = {number: number for number in anchors}
         for place in places:

@@ -37,9 +37,9 @@ from compresskit.quant.calibrated import (
 )
 from compresskit.quant.calibration.layer_outputs import integer_layers
 from compresskit.quant.measured_placement.by_ranges import float_by_ranges
-from compresskit.quant.measured_placement.joined_values import shown_batches
 from compresskit.quant.measured_placement.latency_search import measured_choice
 from compresskit.quant.measured_placement.repeated_calls import SharedScales
+from compresskit.quant.measured_placement.shown_ranges import ShownRanges, shown_batches
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.bit_widths import refuse_one_bit
 from compresskit.quant.numerics.observers import MinMax, MovingAverage
@@ -115,9 +115,10 @@ def _prepare_model(model: nn.Module, batches: Batches, settings: QATSettings, wh
     module, example, data = module_to_quantize(model, batches, settings.inside, where)
     if not settings.learned:
         refuse_one_bit(settings.bits, where)
-    choice = measured_choice(module, example, settings)
     first, data = shown_batches(data)
-    shown = partial(inputs_to_quantize, model, first, settings.inside)
+    shown = ShownRanges(partial(inputs_to_quantize, model, first, settings.inside))
+    separate = float_by_ranges(shown, settings)
+    choice = measured_choice(module, example, settings, separate)
     quantized = build_quantized(
         module,
         example,
@@ -129,7 +130,7 @@ def _prepare_model(model: nn.Module, batches: Batches, settings: QATSettings, wh
         strict=settings.strict,
         bits=settings.bits,
         trainable=True,
-        separate=float_by_ranges(shown, settings),
+        separate=separate,
         share=SharedScales(shown),
     )
     _refuse_zeros_in_one_bit(quantized, where)

@@ -95,8 +95,18 @@ X = torch.randn(3, 3, 48, 40, generator=torch.Generator().manual_seed(0))
 )
 def test_a_depthwise_layer_and_those_around_it_are_widened(channels, padded, act, tmp_path) -> None:
     torch.manual_seed(0)
-    shapes = stored(Separable(channels, act=act), 40 * X if act is nn.Hardswish else X, tmp_path)  # not of small values
+    shapes = stored(Separable(channels, act=act), X, tmp_path)
     assert {(padded, 16, 1, 1), (padded, 1, 3, 3), (16, padded, 1, 1)} <= shapes
+
+
+def test_hard_swishes_of_small_and_of_large_values_are_widened(tmp_path) -> None:
+    """The small ones are an addition of an integer constant, the large ones read integers at which they bend."""
+    additions = []
+    for scale in (1, 40):
+        torch.manual_seed(0)
+        assert (32, 1, 3, 3) in stored(Separable(24, act=nn.Hardswish), scale * X, tmp_path)
+        additions.append(sum(node.op_type == "Add" for node in onnx.load(tmp_path / "True.onnx").graph.node))
+    assert additions[0] > additions[1]
 
 
 def test_a_gate_is_widened_with_what_it_gates(tmp_path) -> None:

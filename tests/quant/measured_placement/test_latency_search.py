@@ -192,3 +192,22 @@ def test_a_measured_model_is_exported_saved_and_loaded(monkeypatch, tmp_path) ->
 def test_a_third_way_of_placing_is_refused() -> None:
     with pytest.raises(SettingError, match="'fast'"):
         ck.StaticQuant(choose="fast")
+
+
+@pytest.mark.parametrize("quantize", [quantize_static, prepare_qat])
+def test_what_is_timed_has_the_form_that_the_ranges_ask_for(quantize, monkeypatch) -> None:
+    """A hard-swish of small values is an addition in the timed files, as in the file that is handed over."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Hardswish(), torch.nn.Conv2d(8, 8, 3)).eval()
+    forms, write = [], latency_search.export_onnx
+
+    def written(variant, path, example):
+        points = variant.placement.points if hasattr(variant, "placement") else ()
+        forms.append([point.saturates for point in points if point.node.startswith("hardsigmoid")])
+        return write(variant, path, example)
+
+    monkeypatch.setattr(latency_search, "export_onnx", written)
+    monkeypatch.setattr(latency_search, "latency", lambda files, *_, **__: [1.0] * len(files))
+    quantized = quantize(model, [(0.1 * torch.randn(8, 3, 8, 8),)], choose="measure")
+    assert any(point.saturates for point in quantized.placement.points)
+    assert next(form for form in forms if form) == [True]  # of the first, all in integers

@@ -105,8 +105,7 @@ class SharedChannels:
             self.each[node] = None
             return [x, output]
         if node.op_type in CHANNELWISE:
-            others = [constant(v) for v in node.inputs[1:] if v is not None]
-            scalars = all(v is not None and v.size == 1 for v in others)
+            scalars = all(_is_one_number(v) for v in node.inputs[1:] if v is not None)
             return [x, output] if x is not None and place in (None, 0) and scalars else None
         return self._entered_pair_(node) if node.op_type in PAIRWISE else None
 
@@ -115,7 +114,9 @@ class SharedChannels:
         found = [node.outputs[0]]
         rank = len(node.outputs[0].shape or ())
         for index, value in enumerate(node.inputs):
-            stored = constant(value)
+            stored, integer = constant(value), decoder_of(value)
+            if integer is not None and _is_one_number(integer.inputs[0]):
+                continue
             if value is None or (stored is None and len(value.shape or ()) != rank):
                 return None
             if stored is None and _channels(value) == self.count:
@@ -217,6 +218,11 @@ def _map_positions(conv: ir.Node) -> int | None:
     """Height times width of what a convolution gives; None where they vary."""
     sizes = list(conv.outputs[0].shape or ())[2:]
     return int(np.prod(sizes)) if sizes and all(isinstance(s, int) for s in sizes) else None  # type: ignore[arg-type]
+
+
+def _is_one_number(value: ir.Value | None) -> bool:
+    stored = constant(value)
+    return stored is not None and stored.size == 1
 
 
 def _channels(value: ir.Value | None) -> int | None:
