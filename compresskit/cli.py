@@ -138,7 +138,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """One that does not swallow it where its help cannot be written."""
+    """One that does not swallow it where its help cannot be written, and that takes `-5ms` for a value, which it is not to be."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._negative_number_matcher = re.compile(r"-\.?\d")
 
     def _print_message(self, message: str, file: Any = None) -> None:
         if file is None or file is sys.stderr:
@@ -385,8 +389,9 @@ def _ceilings(options: argparse.Namespace) -> dict[str, str | None]:
         except SettingError:
             raise SettingError(f"compress --{name}: wanted {wanted}, got {text!r}") from None
     if not any(given[CEILINGS[name][0]] for name in CEILINGS if name != "minutes"):
+        got = "none" if options.minutes is None else "--minutes alone, which is how long may be trained"
         raise SettingError(
-            "compress: wanted at least one of --latency, --size, --macs and --drop, got none; such as --latency 5ms"
+            f"compress: wanted at least one of --latency, --size, --macs and --drop, got {got}; such as --latency 5ms"
         )
     return given
 

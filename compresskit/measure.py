@@ -27,7 +27,6 @@ from compresskit.base.task import (
     RowDims,
     RunningMetric,
     Task,
-    call,
     check_is_task,
     first_rows,
     row_dims,
@@ -35,7 +34,7 @@ from compresskit.base.task import (
     to_device,
 )
 from compresskit.graph.capture import Dynamic, input_names
-from compresskit.graph.surgery import call_unmoved, check_not_lazy, mode, state_kept
+from compresskit.graph.surgery import call_unmoved, check_is_module, check_not_lazy, mode, state_kept
 
 #: Setting of a session: microseconds that its threads wait busily for more work before they sleep. By the runtime's default they
 #: wait for tens of milliseconds, on cores that the next of several sessions wants. Before 1.26, ONNX Runtime ignores it.
@@ -47,12 +46,14 @@ def count_parameters(model: nn.Module) -> int:
 
     Raises ModelError for a lazy parameter, whose shape no data have told yet.
     """
+    check_is_module(model, "count_parameters")
     check_not_lazy(model, "count_parameters")
     return sum(p.numel() for p in model.parameters())
 
 
 def count_nonzero(model: nn.Module) -> int:
     """Return the number of parameter values that are not zero; ModelError as `count_parameters`."""
+    check_is_module(model, "count_nonzero")
     check_not_lazy(model, "count_nonzero")
     return sum(int(torch.count_nonzero(p)) for p in model.parameters())
 
@@ -93,10 +94,11 @@ def count_macs(model: nn.Module, inputs: AnyInputs, *, dims: RowDims | None = No
         inputs: a batch of inputs, as a tensor, a tuple or a dict.
         dims: where its samples are in each input, where they are not in the first dimension; see `input_row_dims`.
 
-    Raises DataError for a batch without rows, SettingError for dimensions that the inputs have not.
+    Raises DataError for inputs without rows, or on which the model does not run, SettingError for dimensions that they have not.
     """
     from torch.utils.flop_counter import FlopCounterMode  # loads triton: a tenth of a second
 
+    check_is_module(model, "count_macs")
     inputs = as_inputs(inputs, "count_macs")
     rows = counted_rows(inputs, dims, "count_macs")
     aten = torch.ops.aten
@@ -114,7 +116,7 @@ def count_macs(model: nn.Module, inputs: AnyInputs, *, dims: RowDims | None = No
             state_kept(model),
             counter,
         ):
-            call(model, inputs)
+            call_checked(model, inputs, "count_macs")
     finally:
         torch._C._set_mkldnn_enabled(fused)
     return counter.get_total_flops() // 2 // rows

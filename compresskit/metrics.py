@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from compresskit.base.errors import DataError, SettingError
 from compresskit.base.inputs import Batches, call_checked, each_inputs
-from compresskit.base.settings import NO_EFFECT, check_field_types
+from compresskit.base.settings import NO_EFFECT, as_python, check_field_types
 from compresskit.base.task import first_tensor, predicted_classes
 from compresskit.graph.differences import without_fills
 from compresskit.graph.surgery import mode
@@ -38,18 +38,24 @@ class OutputAgreement:
     score: float = 0.5
     iou: float = 0.5
     peak: float = 1.0
+    dim: int | None = None
     #: Of all batches since the last reset.
     sums: list[float] = field(default_factory=lambda: [0.0, 0.0], init=False, repr=False, compare=False, metadata=NO_EFFECT)
 
     def __post_init__(self) -> None:
         check_field_types(self)
-        if self.outputs not in _MEASURES:
+        if not isinstance(self.outputs, str) or self.outputs not in _MEASURES:
             raise SettingError(f"agreement(outputs=...): wanted one of {sorted(_MEASURES)}, got {self.outputs!r}")
         for name in ("score", "iou"):
             if not 0 < vars(self)[name] < 1:
                 raise SettingError(f"agreement({name}=...): wanted a number between 0 and 1, got {vars(self)[name]}")
         if not self.peak > 0:
             raise SettingError(f"agreement(peak=...): wanted a positive number, got {self.peak}")
+        if self.dim is not None and (self.dim == 0 or self.outputs != "classes"):
+            raise SettingError(
+                f'agreement(dim=...): it is the dimension of "classes", such as -1 for (N, T, classes), got {self.dim} and'
+                f" {self.outputs!r}"
+            )
 
     def __call__(self, predictions: Tensor, targets: Any) -> float:
         """Compare predictions with those of the float model, of the same shape."""
@@ -85,12 +91,14 @@ class OutputAgreement:
         return part / whole
 
 
-def agreement(outputs: Outputs, *, score: float = 0.5, iou: float = 0.5, peak: float = 1.0) -> OutputAgreement:
+def agreement(
+    outputs: Outputs, *, score: float = 0.5, iou: float = 0.5, peak: float = 1.0, dim: int | None = None
+) -> OutputAgreement:
     """Return a metric that compares predictions with those of the float model, the targets of `float_targets`.
 
     Args:
         outputs: what the predictions are:
-            "classes", (N, classes, ...): the fraction whose largest entry is at the same place, in [0, 1];
+            "classes", (N, classes, ...), or as `dim` says: the fraction whose largest entry is at the same place, in [0, 1];
             "boxes", (N, boxes, 4 + classes), corners x1, y1, x2, y2 and a score in [0, 1] for each class: the F1, in [0, 1], of
             boxes above `score`, each matched with one of the float model's of the same picture and class above `iou`;
             "psnr", (N, ...): the peak signal-to-noise ratio in dB, mean over the samples, of values in 0..`peak`;
@@ -100,6 +108,8 @@ def agreement(outputs: Outputs, *, score: float = 0.5, iou: float = 0.5, peak: f
         score: least score of a box that counts, of its best class.
         iou: least intersection over union of boxes that match.
         peak: largest value of a picture.
+        dim: of "classes", the dimension that holds them: 1 for (N, classes, ...), -1 for (N, T, classes) of a tagger or a
+            language model. None is 1, and predictions of three dimensions, which may be either, are refused.
 
     Raises SettingError for settings out of range. The metric raises DataError where it does not fit the outputs.
     """
@@ -109,7 +119,7 @@ def agreement(outputs: Outputs, *, score: float = 0.5, iou: float = 0.5, peak: f
             numbers[name] = float(value)
         except (TypeError, ValueError):
             raise SettingError(f"agreement({name}=...): wanted a number, got {value!r}") from None
-    return OutputAgreement(outputs, **numbers)
+    return OutputAgreement(outputs, **numbers, dim=as_python(dim))
 
 
 def float_targets(model: nn.Module, batches: Batches, *, predict: Callable[[Any], Tensor] = first_tensor) -> list[Any]:
@@ -139,11 +149,18 @@ def decibels(signal: float, noise: float, *, most: float = math.inf) -> float:
     return min(most, 10 * math.log10(max(signal, 1e-300) / noise))
 
 
-def _classes(_: OutputAgreement, predictions: Tensor, targets: Tensor) -> tuple[float, float]:
+def _classes(how: OutputAgreement, predictions: Tensor, targets: Tensor) -> tuple[float, float]:
     """How many places agree, and how many there are."""
-    if predictions.ndim < 2 or predictions.shape[1] < 2:
-        raise DataError(f'agreement("classes"): wanted predictions (N, classes, ...), got {tuple(predictions.shape)}; see "sqnr"')
-    found, wanted = predicted_classes(predictions), predicted_classes(targets)
+    dims, shape, dim = predictions.ndim, tuple(predictions.shape), how.dim or 1
+    if how.dim is None and dims == 3:
+        raise DataError(
+            f'agreement("classes"): predictions {shape} may be (N, classes, T) or (N, T, classes); write'
+            ' agreement("classes", dim=1) or agreement("classes", dim=-1)'
+        )
+    if dims < 2 or not -dims < dim < dims or shape[dim] < 2:
+        wanted_shape = "(N, classes, ...)" if dim == 1 else f"with two or more classes in dimension {dim}"
+        raise DataError(f'agreement("classes"): wanted predictions {wanted_shape}, got {shape}; see "sqnr"')
+    found, wanted = (predicted_classes(each.movedim(dim, 1)) for each in (predictions, targets))
     same = (found == wanted) & (wanted >= 0)
     return float(same.sum()), float(same.numel())
 

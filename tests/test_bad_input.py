@@ -42,7 +42,46 @@ def fit(model=None, how=TRAIN, given=None):
     return how(build(networks.Chain) if model is None else model, task() if given is None else given)
 
 
+def quantized():
+    return quant.quantize_static(NET, [image(8)])
+
+
+WRONG = torch.zeros(2, 5, 16, 16)
+
 BAD = {
+    "MACs of other inputs": (lambda: ck.count_macs(NET, WRONG), DataError, "^count_macs: the model does not run on inputs of sh"),
+    "MACs of a text": (lambda: ck.count_macs("net", image(1)), ModelError, "^count_macs: wanted a torch.nn.Module"),
+    "parameters of none": (lambda: ck.count_parameters(None), ModelError, "^count_parameters: wanted a torch.nn.Module"),
+    "ranks of other inputs": (
+        lambda: prune.low_rank.plan_ranks(NET, WRONG, ck.keep(macs=0.5)),
+        DataError,
+        "^plan_ranks: the model does not run on inputs of shape",
+    ),
+    "masks of none": (lambda: prune.plan_mask(None, ck.remove(weights=0.5)), ModelError, "^plan_mask: wanted a torch.nn.Module"),
+    "a plan that is text": (lambda: prune.apply_(NET, "{}"), ModelError, "^apply_.*: wanted a Plan, as of .*, got str"),
+    "diagnosis of other inputs": (lambda: quant.diagnose(quantized(), WRONG), DataError, "the model does not run on inputs of"),
+    "biases of other inputs": (lambda: quant.correct_bias_(quantized(), WRONG), DataError, "the model does not run on inputs of"),
+    "biases of no inputs": (lambda: quant.correct_bias_(quantized(), {}), DataError, "the model does not run on inputs of"),
+    "accuracy of lists": (lambda: ck.accuracy([[1.0]], [0]), DataError, "^accuracy: wanted predictions and targets as tensors"),
+    "audit of none": (lambda: ck.audit(None), SettingError, "^an ONNX file: wanted a path, got NoneType"),
+    "metadata of a list": (lambda: export.read_metadata(["f"]), SettingError, "^an ONNX file: wanted a path, got list"),
+    "bundle of none": (lambda: export.bundle(None, "f", example=image(1)), SettingError, r"^bundle\(source=...\): wanted a path"),
+    "size of none": (lambda: export.compressed_bytes(None), SettingError, r"^compressed_bytes\(path=...\): wanted a path"),
+    "a benchmark of nothing": (
+        lambda: export.benchmark([]),
+        SettingError,
+        r"^benchmark\(paths=...\): wanted a list of one path or",
+    ),
+    "a benchmark of a number": (
+        lambda: export.benchmark(3),
+        SettingError,
+        r"^benchmark\(paths=...\): wanted a list of .*, got 3",
+    ),
+    "outputs of zero": (
+        lambda: quant.quantize_to_accuracy(NET, [(torch.full((2, 3, 16, 16), torch.nan),)], sqnr=10),
+        DataError,
+        "^quantize_to_accuracy: each output of the model is 0, or is nan or infinite, since batch 1 holds nan",
+    ),
     "no stages": (lambda: ck.Recipe(), SettingError, "give at least one stage"),
     "export by another name": (lambda: ck.Recipe(TRAIN, export="all"), SettingError, "wanted 'each' or 'last', got 'all'"),
     "save by a number": (lambda: ck.Recipe(TRAIN, save=60), SettingError, r"wanted Every\(seconds=...\), got 60"),

@@ -277,6 +277,7 @@ def test_verify_says_that_outputs_are_not_finite(capsys, tmp_path) -> None:
     assert main(["verify", path, "--inputs", str(tmp_path / "x.npz")]) == 3
     first, *_, last = capsys.readouterr().out.splitlines()
     assert first == f"{path}: no verdict: no output is finite, so nothing was compared"
+    assert not _
     assert last == "  not finite: all values are NaN or infinite, at the same places in both"
     assert main(["verify", path, "--inputs", str(tmp_path / "x.npz"), "--json"]) == 3
     assert json.loads(capsys.readouterr().out)["passed"] is None
@@ -375,6 +376,7 @@ def test_the_budget_of_compress_is_in_the_words_of_the_command_line(budgets, cap
         (["--drop", "1", "--seconds", "0"], "compress: --seconds: wanted a positive number, got 0.0"),
         (["--drop", "1", "--out", mine], f"compress --out: wanted a folder, got a file: {mine}"),
         ([], "compress: wanted at least one of --latency, --size, --macs and --drop, got none; such as --latency 5ms"),
+        (["--latency", "-5ms"], "compress --latency: wanted 5ms, or 0.4x of the uncompressed file's, got '-5ms'"),
     ):
         for file in (mine, "nothere.py"):  # whatever it would take to run it
             assert main(["compress", file, *arguments]) == 2

@@ -104,3 +104,8 @@ def test_what_the_file_of_compress_does_leaves_the_output_and_its_folder(tmp_pat
     said = capsys.readouterr()
     assert json.loads(said.out) == {"out": str(tmp_path / "runs" / "s")}
     assert said.err == "epoch 1\nepoch 2\n"
+
+
+def test_minutes_alone_are_no_budget(capsys) -> None:
+    assert main(["compress", "mine.py", "--minutes", "2h"]) == 2
+    assert "got --minutes alone, which is how long may be trained; such as --latency 5ms" in capsys.readouterr().err

@@ -6,8 +6,9 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -15,6 +16,7 @@ from compresskit.base.errors import CompressError, DataError, SettingError, firs
 from compresskit.base.progress import progress_bar
 from compresskit.base.task import Inputs, RowDims, Task, batch_size, call, shapes_of
 
+Values = TypeVar("Values")
 #: Inputs of one batch, as a caller may pass them.
 AnyInputs = Tensor | Sequence[Any] | Mapping[str, Any]
 #: Batches of inputs, without labels: one batch as a tensor, a tuple or a mapping, or a list, loader or other iterable of batches.
@@ -32,12 +34,24 @@ def as_inputs(value: AnyInputs, where: str = "the example") -> Inputs:
         DataError: `value` is anything else.
     """
     if isinstance(value, Tensor):
-        return (value,)
+        return (outside_inference(value),)
     if isinstance(value, Mapping):
-        return dict(value)
+        return outside_inference(dict(value))
     if isinstance(value, tuple | list):
-        return tuple(value)
+        return outside_inference(tuple(value))
     raise DataError(f"{where}: wanted inputs as a tensor, a tuple or a dict of them, got {type(value).__name__}")
+
+
+def outside_inference(values: Values) -> Values:
+    """Nested values with copies of tensors that were made in torch.inference_mode, which autograd refuses; in it, as they are."""
+    if torch.is_inference_mode_enabled() or not any(map(_is_inference, pytree.tree_leaves(values))):
+        return values
+    copied: Values = pytree.tree_map(lambda v: v.clone() if _is_inference(v) else v, values)
+    return copied
+
+
+def _is_inference(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_inference()
 
 
 def each_inputs(batches: Batches, where: str) -> Iterator[Inputs]:
@@ -131,6 +145,29 @@ def call_checked(model: Callable[..., Any], inputs: Inputs, where: str) -> Any:
         forward = model.forward if isinstance(model, nn.Module) else model
         first = misfit(forward, inputs) or first_line(error) + lacks_decoder_inputs(forward, inputs, error)
         raise DataError(f"{where}: the model does not run on inputs of shape {shapes_of(inputs)}: {first}") from error
+
+
+def not_finite(values: Any) -> str:
+    """`nan` or `infinite values`, where a tensor among nested values holds such; "" where all are finite."""
+    found = [v for v in pytree.tree_leaves(values) if isinstance(v, Tensor) and not bool(v.isfinite().all())]
+    if not found:
+        return ""
+    return "nan" if any(bool(v.isnan().any()) for v in found) else "infinite values"
+
+
+def not_finite_error(where: str, what: str, batches: Iterable[Any], first: int = 1) -> DataError:
+    """The error, which begins with `where`, for a result that is nan or infinite; it names the batch that holds such values.
+
+    what: the result, such as `the input of conv1`. batches: what it was computed from. first: the number of the first of them.
+    """
+    number = first
+    for number, batch in enumerate(batches, first):
+        if held := not_finite(batch):
+            return DataError(f"{where}: {what} is nan or infinite, since batch {number} holds {held}; clean the data")
+    return DataError(
+        f"{where}: {what} is nan or infinite (after batch {number}), though no value of the data is; look at that layer, or scale"
+        " the data"
+    )
 
 
 def misfit(forward: Callable[..., Any], inputs: Inputs) -> str:

@@ -51,6 +51,10 @@ class Objective(ABC):
             Scalars by name; their sum is minimised.
         """
 
+    def for_task(self, task: Task) -> Objective:
+        """Return the objective whose `rehearse` is called before a run on `task`; by default itself."""
+        return self
+
     def rehearse(self, model: nn.Module, predictions: Any) -> None:  # noqa: B027  by default nothing
         """Raise an error where it is plain before a run that this cannot train its model.
 

@@ -75,8 +75,14 @@ def accuracy(predictions: Tensor, target: Tensor, *, ignore_index: int = IGNORED
         ignore_index: another label that is not counted; a `Task` passes that of its loss.
 
     Raises:
-        DataError: the shapes do not match, a label is no whole number or lies outside the classes, or no label is counted.
+        DataError: one is no tensor, the shapes do not match, a label is no whole number or lies outside the classes, or no label
+            is counted.
     """
+    if not (isinstance(predictions, Tensor) and isinstance(target, Tensor)):
+        raise DataError(
+            f"accuracy: wanted predictions and targets as tensors, got {type(predictions).__name__} and {type(target).__name__};"
+            " torch.as_tensor makes one"
+        )
     classes = predictions.shape[1] if predictions.ndim > 1 else 0
     if classes < 2 or target.shape != predictions.shape[:1] + predictions.shape[2:]:
         raise DataError(

@@ -10,11 +10,11 @@ from torch import nn
 
 from compresskit.base.errors import SettingError
 from compresskit.base.task import Task, call
-from compresskit.distill.losses.logits import soft_targets
+from compresskit.distill.class_dim import reads_class_dim
 from compresskit.distill.models.teacher import TeacherLike, View
 from compresskit.distill.objectives.imitate import Imitate, imitate
 from compresskit.distill.objectives.loss_weights import LossWeight
-from compresskit.distill.objectives.terms import DistillLoss, Term, check_soft_targets, drop_adapters_
+from compresskit.distill.objectives.terms import DistillLoss, Term, drop_adapters_
 from compresskit.graph.surgery import copy_model, mode
 from compresskit.measure import few_rows
 from compresskit.train.train import Train, fit_
@@ -30,7 +30,7 @@ class Distill(Train):
         teacher: see `imitate`; None takes the incoming model if there is a student, else `Task.reference`.
         generations: number of students in a row, each taught by the one before it (born-again networks, 1805.04770). For
             teacher assistants of decreasing size (Mirzadeh et al., 1902.03393), write one `Distill` for each.
-        terms, loss, temperature, weight, task_weight, classes, mixup, teacher_views: see `imitate`.
+        terms, loss, temperature, weight, task_weight, classes, dim, mixup, teacher_views: see `imitate`.
 
     The other settings are those of `Train`. Raises SettingError for settings of the wrong type or range.
     """
@@ -43,6 +43,7 @@ class Distill(Train):
     weight: LossWeight = 0.9
     task_weight: float = 0.1
     classes: int | None = None
+    dim: int | None = None
     mixup: float = 0.0
     teacher_views: Sequence[View] = ()
     generations: int = 1
@@ -73,14 +74,14 @@ class Distill(Train):
         return self.makes_student
 
     def rehearse(self, model: nn.Module, task: Task) -> None:
-        """Raise `ModelError` where the student's predictions have one channel, and no other loss than soft targets is given."""
-        if self.loss is not None or not self.weight:
+        """Raise `ModelError` for soft targets of a student with one channel, and of what the task says are no classes."""
+        if not self.weight or not (self.loss is None or reads_class_dim(self.loss)):
             return
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             student = self.skeleton(model).to(task.device)
             with mode(student, training=False):
                 predictions = task.predict(call(student, few_rows(student, task.example(), 2)))
-        check_soft_targets("Distill", soft_targets, student, predictions)
+        self.imitation(self.teacher).for_task(task).rehearse(student, predictions, "Distill")
 
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         teacher = self.teacher
@@ -106,6 +107,7 @@ class Distill(Train):
             weight=self.weight,
             task_weight=self.task_weight,
             classes=self.classes,
+            dim=self.dim,
             mixup=self.mixup,
             teacher_views=self.teacher_views,
         )

@@ -14,11 +14,15 @@ from collections.abc import Collection, Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from compresskit.base.errors import ExportError
-from compresskit.base.files import atomic, sync_folder, take_rights_, unwritable
+from compresskit.base.errors import CheckpointError, ExportError
+from compresskit.base.files import atomic, check_is_path, sync_folder, take_rights_, unwritable
 
 LIMIT = 2**31 - 2**24  # bytes a protobuf file can hold, less room for the graph
 KEY = "compresskit"  # of the JSON object among a file's key-value pairs
+
+
+class DiskError(ExportError, CheckpointError):
+    """An ONNX file cannot be written or read: of the disk or the folder, not of the model."""
 
 
 def data_path(path: str | Path) -> Path:
@@ -43,6 +47,8 @@ def write_model(model: Any, path: Path) -> None:
 
     Two files cannot be replaced at once. Where the weights are in a second one, an existing file is removed before its weights
     are replaced: a process that is killed in between leaves no file, and never the old graph with the new weights.
+
+    Raises DiskError where the disk is full or the file cannot be written.
     """
     import onnx_ir as ir  # heavy, and only exporting needs it
 
@@ -61,10 +67,10 @@ def write_model(model: Any, path: Path) -> None:
                 _replace_weights(written[0], external, path)
             new.replace(path)
             sync_folder(path.parent)
+        if not written:
+            external.unlink(missing_ok=True)  # of a larger model that was here before
     except OSError as error:
-        raise ExportError(unwritable(path, error)) from error
-    if not written:
-        external.unlink(missing_ok=True)  # of a larger model that was here before
+        raise DiskError(unwritable(path, error)) from error
 
 
 def _replace_weights(new: Path, weights: Path, graph: Path) -> None:
@@ -102,8 +108,10 @@ def copy_onnx(source: Path, to: Path, *, without: Collection[str] = ()) -> None:
 def read_proto(path: str | Path) -> Any:
     """Read a file as a protobuf, without its external data.
 
-    Raises ExportError where it is not an ONNX file, or where its external data is missing or lies outside its folder.
+    Raises SettingError for what is no path, ExportError where it is not an ONNX file, or where its external data is missing or
+    lies outside its folder.
     """
+    check_is_path(path, "an ONNX file")
     import onnx  # heavy, and only exporting needs it
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
@@ -113,7 +121,9 @@ def read_proto(path: str | Path) -> Any:
         raise ExportError(f"no such file: {path}") from None
     except IsADirectoryError:
         raise ExportError(f"{path}: a folder; wanted an ONNX file") from None
-    except (DecodeError, OSError) as error:
+    except OSError as error:
+        raise DiskError(f"{path}: cannot be read ({error.strerror or error}); look at its rights and its disk") from error
+    except DecodeError as error:
         raise ExportError(f"{path}: ONNX Runtime cannot load it: not an ONNX file ({error})") from error
     for name, place in _external_locations(proto):
         outside = PurePosixPath(place).is_absolute() or PureWindowsPath(place).is_absolute() or PureWindowsPath(place).drive

@@ -98,10 +98,7 @@ def export_onnx(
         except ExportError as error:
             raise ExportError(f"{path.name}: {error}") from error.__cause__
         bar.update(2)
-        try:
-            write_model(file, path)
-        except OSError as error:
-            raise ExportError(f"{path}: cannot be written ({error})") from error
+        write_model(file, path)
         bar.update()
     return path
 
@@ -161,7 +158,8 @@ def _file_in_opset(model: nn.Module, example: Inputs, opset: Opset | None, dynam
         exported = min(max(version, EXPORTED), EXPORTED_LAST)
         file = _optimized_file(to_program(model, example, opset=exported, dynamic=dynamic).model, model, dynamic, metadata)
         if pack and (parts := quantized_parts(model).values()):
-            pack_few_bits(file, version, ending="" if any(part.stores_few_bits for part in parts) else INDICES)
+            ending = "" if any(part.stores_few_bits for part in parts) else INDICES
+            pack_few_bits(file, version, ending=ending, int2=all(part.reads_int2 for part in parts))
         if version > exported:
             raise_opset_(file, version)
         return file
@@ -197,13 +195,13 @@ def _optimized_file(file: Any, model: nn.Module, dynamic: Dynamic, metadata: Map
     """The onnx-ir model after all rewrites, with named dimensions and metadata."""
     # They load onnx_ir, which only exporting needs.
     from compresskit.export.ops.blocks import pack_nibbles
-    from compresskit.export.rewrite.attention import expand_attention_masks
+    from compresskit.export.rewrite.attention import expand_attention_masks, expand_rotary_caches
     from compresskit.export.rewrite.common import optimize_
     from compresskit.export.rewrite.constant_weights import decode_on_loading
     from compresskit.export.rewrite.onnxruntime import CPU_REWRITES, X86_REWRITES
     from compresskit.export.rewrite.onnxruntime.transposed_ends import write_transposed_ends
+    from compresskit.export.rewrite.openvino import keep_extremes_apart
     from compresskit.export.rewrite.opset import set_ir_version_
-    from compresskit.export.rewrite.rotary import expand_rotary_caches
     from compresskit.export.rewrite.slopes import slopes_in_convolutions, write_slopes
 
     parts = quantized_parts(model).values()
@@ -213,6 +211,7 @@ def _optimized_file(file: Any, model: nn.Module, dynamic: Dynamic, metadata: Map
     write_slopes(file)
     rewrites = [*X86_REWRITES] if tuned else []
     rewrites += CPU_REWRITES if any(part.in_onnxruntime for part in parts) else ()
+    rewrites += [keep_extremes_apart] if any(part.runtime == "openvino" for part in parts) else []
     optimize_(file, [*rewrites, expand_attention_masks, expand_rotary_caches, write_transposed_ends])
     pack_nibbles(file)
     decode_on_loading(file)

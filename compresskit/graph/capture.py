@@ -28,7 +28,7 @@ from compresskit.base.errors import CompressError, ModelError, SettingError, nam
 from compresskit.base.inputs import AnyInputs, as_inputs, check_has_rows, lacks_decoder_inputs, misfit
 from compresskit.base.progress import stderr_held
 from compresskit.base.settings import as_python_dims
-from compresskit.base.task import Inputs, batch_size, call, first_rows, shapes_of
+from compresskit.base.task import Inputs, batch_size, first_rows, shapes_of
 from compresskit.graph.interpreter import run_graph
 from compresskit.graph.layers.packed_sequences import check_cell_states_, check_padded_outputs
 from compresskit.graph.layers.value_ranges import drop_idle_activations_
@@ -43,7 +43,7 @@ from compresskit.graph.tracing import first_time, one_thread_traces
 from compresskit.graph.varying.conditions import warn_of_conditions
 from compresskit.graph.varying.constant_sizes import constant_dimensions
 from compresskit.graph.varying.named_dimensions import check_dimensions, check_names
-from compresskit.graph.varying.other_traces import traced_after_other_sizes, traced_by_code
+from compresskit.graph.varying.other_traces import traced_after_other_sizes, traced_by_code, traced_with_len
 
 #: The dynamic dimensions of the inputs: numbers that hold for every tensor, `(0, 2, 3)`; names for the dimensions of each input,
 #: `{"x": {0: "batch", 2: "height"}}`; or `()` for none.
@@ -224,7 +224,9 @@ def trace(model: nn.Module, example: Inputs, dynamic: Dynamic) -> tuple[torch.ex
             raise
         except Exception as error:
             again = traced_after_other_sizes(error, model, example, varying, export)
-            if again is None and not recurrent.packs:  # packed sequences are followed by running the code
+            if again is None and recurrent.packs:  # packed sequences are followed by running the code
+                again = traced_with_len(error, model, export)
+            elif again is None:
                 again = traced_by_code(error, model, example, varying, lambda: export(strict=True))
             if again is None:
                 why = constant_dimensions(error, export) or f"{named_first_line(error)}{_blame(error)}\n  {_advice(error)}"
@@ -233,9 +235,7 @@ def trace(model: nn.Module, example: Inputs, dynamic: Dynamic) -> tuple[torch.ex
     if recurrent.packs:
         check_cell_states_(program.graph_module.graph)
         compared = given if batch_size(given) > 1 else example  # a graph with a dynamic batch may want two rows
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's, of projections
-            check_padded_outputs(lambda: call_unmoved(model, compared)[0], lambda: call(program.module(), compared))
+        check_padded_outputs(model, program, compared)
     drop_idle_squeezes_(program.graph_module)  # where a size is 1, it differs from the model, of which is warned
     warn_of_conditions(program, model, example, varying)
     vars(program).update({"_guards_code": []} if "_guards_code" in vars(program) else {})  # fails on `forward(**batch)`

@@ -9,6 +9,7 @@ masks_of(model)                           # the attached masks; `detach_masks_` 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +24,7 @@ from torch.nn.utils.prune import BasePruningMethod, remove
 from compresskit.base.errors import CheckpointError, ModelError
 from compresskit.graph.surgery import get_tensor, owner
 
+ZEROS_OF_MASKS = 0.2  # of a matrix's weights, above which zeros are no accident
 MASK_PREFIX = "mask_of_"  # of the buffer beside the parameter: not in state dicts, moved and copied with the module
 
 
@@ -261,7 +263,10 @@ class RunWithMasters(Protocol):
 
 
 def enforce_masks_(
-    model: nn.Module, run: RunWithMasters | torch.optim.Optimizer, *others: RunWithMasters | torch.optim.Optimizer
+    model: nn.Module,
+    run: RunWithMasters | torch.optim.Optimizer,
+    *others: RunWithMasters | torch.optim.Optimizer,
+    quiet: bool = False,
 ) -> Callable[[], None]:
     """Keep the masks attached to a model in force while it is trained.
 
@@ -270,9 +275,10 @@ def enforce_masks_(
     rounded weights. With several processes all ranks do the same.
 
     Args:
-        model: the model that is trained; nothing is done if it has no masks.
+        model: the model that is trained; nothing is done if it has no masks. A warning says so where it has zeros as of a mask.
         run: a `mixed.Run` of the model, or the plain optimizer that updates its parameters.
         others: the other runs or optimizers, where several train the model, such as Muon the matrices and AdamW the rest.
+        quiet: whether a model without masks is meant to have none, so that nothing is warned of.
 
     Returns:
         A function that ends this; call it after the last step.
@@ -283,6 +289,8 @@ def enforce_masks_(
     """
     masks = masks_of(model)
     if masks is None:
+        if not quiet:
+            _warn_of_zeros(model)
         return lambda: None
     masks.check(model)
     parameters = dict(model.named_parameters())
@@ -301,6 +309,19 @@ def enforce_masks_(
             handle.remove()
 
     return release
+
+
+def _warn_of_zeros(model: nn.Module) -> None:
+    """Warn where a model without masks has matrices with many zeros, as one has that a state dict was loaded into."""
+    shares = {name: float((p == 0).float().mean()) for name, p in model.named_parameters() if p.ndim > 1 and p.numel()}
+    sparse = [name for name, share in shares.items() if ZEROS_OF_MASKS < share < 1]
+    if sparse:
+        warnings.warn(
+            f"enforce_masks_: {type(model).__name__} has no masks, though {shares[sparse[0]]:.0%} of {sparse[0]} are zero"
+            f" ({len(sparse)} such tensors), which training will fill: a state dict holds no masks. Read it with ck.load, or"
+            " attach them, Masks({name: weight != 0 for each sparse weight}).apply_(model)",
+            stacklevel=3,
+        )
 
 
 def _after_steps(

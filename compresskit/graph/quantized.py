@@ -7,7 +7,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import TypeGuard
 
 from torch import nn
@@ -20,12 +22,20 @@ class QuantizedModule(nn.Module, ABC):
 
     dynamic: which dimensions of its inputs may vary, as it was captured.
     stores_few_bits: whether weights of up to 6 bits are stored packed, where the file's opset has a form for them.
+    float_modules: dotted name of each module of the float model -> its class, where it is known.
+    float_tensors: names of the parameters and buffers of the float model, those that are merged here included.
     exact: whether the exported file, as it is written, computes the same numbers; else roundings may fall to the other side.
     """
 
     dynamic: Dynamic
     exact: bool = False
     stores_few_bits: bool = False
+    float_modules: Mapping[str, type[nn.Module]] = MappingProxyType({})
+    float_tensors: Collection[str] = ()
+
+    @abstractmethod
+    def float_names(self) -> dict[str, str]:
+        """Name of each parameter and buffer here -> the name that the float model has it under."""
 
     @property
     @abstractmethod
@@ -57,6 +67,11 @@ class QuantizedModule(nn.Module, ABC):
     def runtime(self) -> str:
         """Package of the runtime that executes its file: "onnxruntime", "openvino" or "tensorrt"."""
 
+    @property
+    def reads_int2(self) -> bool:
+        """Whether that runtime reads constants of 2 bits. OpenVINO (2026.4) loads no file with one."""
+        return self.runtime != "openvino"
+
     @abstractmethod
     def deployed(self) -> nn.Module:
         """A copy in ONNX's terms: integers stored, QuantizeLinear and DequantizeLinear instead of simulated rounding."""
@@ -81,6 +96,16 @@ class QuantizedModule(nn.Module, ABC):
 def is_quantized(model: nn.Module) -> TypeGuard[QuantizedModule]:
     """Whether the model as a whole is quantized; `quantized_parts` finds quantized submodules."""
     return isinstance(model, QuantizedModule)
+
+
+def float_names(model: nn.Module) -> dict[str, str]:
+    """Dotted name of each parameter and buffer -> the user's name of it, which in quantized parts is that of the float model."""
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    names = {name: name for name, _ in tensors}
+    for path, part in quantized_parts(model).items():
+        lead = f"{path}." if path else ""
+        names |= {f"{lead}{here}": f"{lead}{there}" for here, there in part.float_names().items()}
+    return names
 
 
 def quantized_parts(model: nn.Module) -> dict[str, QuantizedModule]:

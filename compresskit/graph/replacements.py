@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from compresskit.base.errors import CheckpointError, ModelError
+from compresskit.graph.rewrites.layer_numbers import renumber_behind_
 
 MOST_OUTPUTS = 64  # of the tuple that a block returns
 CP_LAYERS = 4  # of a factored convolution
@@ -334,6 +335,12 @@ def replace_module_(model: nn.Module, path: str, made: nn.Module) -> None:
             module.use_nested_tensor = False
 
 
+def bypass_(model: nn.Module, path: str, bypass: Bypass) -> None:
+    """Put a bypass in the place of a block, in place, under this one of its names; layers behind it are numbered anew."""
+    renumber_behind_(model, path)
+    model.set_submodule(path, bypass.train(model.get_submodule(path).training))
+
+
 def replace_recorded_(model: nn.Module, record: Mapping[str, Any]) -> None:
     """Put the modules of a record into a model of the same class, which may have some of them already.
 
@@ -464,7 +471,7 @@ def _bypass_(model: nn.Module, path: str, here: nn.Module, saved: Mapping[str, A
         raise CheckpointError(f"{path}: not the record of a replaced module, got {saved!r}; delete the folder")
     made = Bypass(argument, outputs, index, copies)
     if not isinstance(here, Bypass):
-        model.set_submodule(path, made.train(here.training))  # a block that runs twice is removed here alone
+        bypass_(model, path, made)
     elif here.record() != made.record():
         raise CheckpointError(f"{path}: the record says {made}, the model has {here}; it is of another model")
 

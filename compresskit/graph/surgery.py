@@ -18,8 +18,11 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import CheckpointError, ModelError, first_line
+from compresskit.base.inputs import outside_inference
 from compresskit.base.task import Inputs, call, copied_tensors
 from compresskit.graph.replacements import replace_recorded_, replacements
+from compresskit.graph.rewrites.gradient_hooks import copy_gradient_hooks_, hooked_as
+from compresskit.graph.tracing import no_autocast
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 AS_SAVED = "give a model that was made as the saved one was"  # what to do where a record does not fit the model
@@ -114,17 +117,15 @@ def set_tensor_(model: nn.Module, name: str, values: Tensor, owners: ParameterOw
         values: the new values.
         owners: `parameter_owners(model)`, to save time where many tensors are set; it is kept up to date.
     """
-    old = get_tensor(model, name)
+    with torch.inference_mode(False):
+        old, values = get_tensor(model, name), outside_inference(values)
     if not isinstance(old, nn.Parameter):
         module, leaf = owner(model, name)
         module._buffers[leaf] = values
         return
     new: nn.Parameter = torch.Tensor._make_subclass(type(old), values.detach(), old.requires_grad)  # type: ignore[assignment]
     vars(new).update(vars(old))
-    for hook in (old._backward_hooks or {}).values():
-        new.register_hook(hook)
-    for hook in (old._post_accumulate_grad_hooks or {}).values():
-        new.register_post_accumulate_grad_hook(hook)
+    copy_gradient_hooks_(old, new)
     owners = parameter_owners(model) if owners is None else owners
     for module, leaf in owners[id(old)]:
         module._parameters[leaf] = new
@@ -162,7 +163,7 @@ def check_no_torch_masks(model: nn.Module, where: str = "") -> None:
 
 
 def copy_model(model: AnyModule) -> AnyModule:
-    """Return a deep copy of a user's model.
+    """Return a deep copy of a user's model, with the gradient hooks of its parameters.
 
     Tensors that a module keeps from its last run (activations in an attribute, a weight that `torch.nn.utils.weight_norm`
     computes) are copied without the graph that they were computed by; `copy.deepcopy` refuses them.
@@ -172,13 +173,13 @@ def copy_model(model: AnyModule) -> AnyModule:
     """
     check_no_torch_masks(model)
     try:
-        return copy.deepcopy(model)
+        return hooked_as(model, copy.deepcopy(model))
     except Exception:  # whatever the classes of a user's attributes raise
         memo: dict[int, Any] = {id(v): v.detach().clone() for v in _computed_tensors(model)}
     kept = (v for module in model.modules() for v in vars(module).values() if isinstance(v, staticmethod))
     memo |= {id(v): v for v in kept}  # a function within, which copies share
     try:
-        return copy.deepcopy(model, memo)
+        return hooked_as(model, copy.deepcopy(model, memo))
     except Exception as error:
         raise ModelError(
             f"{type(model).__name__} cannot be copied{_uncopyable(model)}: {first_line(error)}; delete the attribute, make it in"
@@ -216,12 +217,12 @@ def frozen_copy(model: nn.Module) -> nn.Module:
 def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
     """Set a model to train or eval mode inside the block, and restore the mode of every submodule after it.
 
-    Attention computes the same in both modes and in a captured graph, see `no_attention_fastpath`.
+    Attention computes the same in both modes and in a captured graph, see `no_attention_fastpath`; autocast of the caller is off.
     """
     before = [(module, module.training) for module in model.modules()]
     model.train(training)
     try:
-        with no_attention_fastpath():
+        with no_attention_fastpath(), no_autocast():
             yield
     finally:
         for module, training in before:

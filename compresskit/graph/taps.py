@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from compresskit.base.errors import ModelError
+from compresskit.base.errors import ModelError, SettingError
 from compresskit.graph.interpreter import run_graph
 
 INPUT = ":in"
@@ -38,8 +38,10 @@ def find_taps(model: nn.Module, pattern: str) -> list[str]:
         model: a module, or a model that wraps a captured graph.
         pattern: the dotted name of a module, with `:in` for its input; `*` and `?` match within one part between dots.
 
-    Raises: ModelError, which suggests similar names, where nothing matches.
+    Raises: ModelError, which suggests similar names, where nothing matches; SettingError for what is no name.
     """
+    if not isinstance(pattern, str):
+        raise SettingError(f"tap {pattern!r}: wanted the name of a module, a text, got {type(pattern).__name__}")
     path = pattern.removesuffix(INPUT)
     names = list(_operators_by_module(model)) or [name for name, _ in model.named_modules() if name]
     parts = path.split(".")

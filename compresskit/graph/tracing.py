@@ -1,4 +1,6 @@
-"""What tracing needs of the whole process: one thread at a time, torch's log of sizes silent, which classes were warned of."""
+"""What tracing needs of the whole process: one thread at a time, torch's log of sizes silent, which classes were warned of; and
+modes of torch that the caller is in.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +9,42 @@ import os
 import sys
 import threading
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from weakref import WeakKeyDictionary
 
+import torch
 from torch.distributions import Distribution
 
 SIZES_LOG = "torch.fx.experimental.symbolic_shapes"  # torch's logger of the sizes of a traced model
 
+AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
+
 _tracing = threading.RLock()
 #: Class of a model -> what it was warned of. Effort levels trace one model many times. Classes that a user drops are not held.
 _warned: WeakKeyDictionary[type, set[Hashable]] = WeakKeyDictionary()
+
+
+@contextmanager
+def no_autocast() -> Iterator[None]:
+    """Turn off torch.autocast of the caller inside the block, so that results are in the dtype of the model, as without it.
+
+    What a model, or a training, enters itself is not touched.
+    """
+    with ExitStack() as stack:
+        for kind in AUTOCAST_DEVICES:
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+@contextmanager
+def no_modes_of_caller() -> Iterator[None]:
+    """Leave torch.autocast and torch.inference_mode of the caller inside the block: what is made in it can be trained."""
+    with ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(no_autocast())
+        yield
 
 
 @contextmanager

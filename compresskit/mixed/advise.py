@@ -146,6 +146,7 @@ def _measure(
         if isinstance(module, MATRIX_LAYERS):
             layers.append(_layer_sizes(names[module], module, output))
 
+    @torch.enable_grad()
     def gradients() -> list[tuple[str, Tensor]]:
         total = scalar_loss(model, args, kwargs, loss, "advise")
         grads = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)

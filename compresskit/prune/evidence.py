@@ -8,6 +8,7 @@ Channels and single weights use the same evidence; `Slices` views it as one row 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,10 +21,11 @@ from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import DataError, ModelError
-from compresskit.base.inputs import some_batches
+from compresskit.base.inputs import not_finite, not_finite_error, some_batches
 from compresskit.base.objective import LossFunction
 from compresskit.base.task import Inputs, Task, batch_size, call
 from compresskit.graph.surgery import get_tensor, mode, no_attention_fastpath, owner
+from compresskit.graph.tracing import no_modes_of_caller
 from compresskit.prune.criteria import UNLABELLED_EVIDENCE, Need
 from compresskit.train.objective import task_losses
 
@@ -67,12 +69,14 @@ def collect(
         needs: what criteria declare.
         samples: how many samples to read.
         prefix: prefix of the tensor names in the `Places` that `Evidence.loss` is called with.
+
+    Raises DataError where evidence is nan or infinite, as of data that hold such values.
     """
     objective = task_losses(model, task)
     names = [name for name in names if isinstance(get_tensor(model, name), nn.Parameter)]
     unlabelled = set(needs) <= UNLABELLED_EVIDENCE
     with readable(model):
-        for batch in some_batches(task, "calibration" if unlabelled else "train", samples, "score"):
+        for number, batch in enumerate(some_batches(task, "calibration" if unlabelled else "train", samples, "score"), 1):
             rows = batch_size(task.inputs(batch))
             evidence = Evidence()
             if "gradients" in needs or "hessian_gradients" in needs:
@@ -83,6 +87,9 @@ def collect(
                 evidence.norms = _input_norms(model, names, task.inputs(batch))
             if "losses" in needs:
                 evidence.loss = partial(_loss_without, model, prefix, objective, batch)
+                if not_finite(batch) and not math.isfinite(_loss(model, objective, batch)):
+                    raise not_finite_error("scoring", "the loss", [batch], number)
+            _check_evidence(evidence, batch, number)
             if "sample_gradients" not in needs:
                 yield rows, evidence
                 continue
@@ -90,7 +97,24 @@ def collect(
             for start in range(0, rows, step):
                 part = pytree.tree_map(partial(_samples, start=start, end=min(start + step, rows), total=rows), batch)
                 evidence.sample_grads = sample_gradients(model, objective, part, names)
+                _check_evidence(evidence, batch, number)
                 yield min(step, rows - start), evidence
+
+
+def _check_evidence(evidence: Evidence, batch: Any, number: int) -> None:
+    """Raise DataError for evidence of a batch that is nan or infinite."""
+    kinds = {
+        "the gradient": evidence.grads,
+        "a sample's gradient": evidence.sample_grads,
+        "the Hessian": evidence.hessian,
+        "the input": evidence.inputs,
+        "the output": evidence.outputs,
+        "the norm of the input": evidence.norms,
+    }
+    for kind, values in kinds.items():
+        for name, value in (values or {}).items():
+            if not_finite(value):
+                raise not_finite_error("scoring", f"{kind} of {name}", [batch], number)
 
 
 def _samples(value: Any, *, start: int, end: int, total: int) -> Any:
@@ -99,10 +123,18 @@ def _samples(value: Any, *, start: int, end: int, total: int) -> Any:
 
 @contextmanager
 def readable(model: nn.Module) -> Iterator[None]:
-    """Eval mode and gradients for frozen parameters too; afterwards the model is as before, the gradients it has included."""
+    """Eval mode and gradients for frozen parameters too; afterwards the model is as before, the gradients it has included.
+
+    Raises ModelError for a model that was made in torch.inference_mode.
+    """
+    if made := next((name for name, p in model.named_parameters() if p.is_inference()), ""):
+        raise ModelError(
+            f"{type(model).__name__}: {made} was made inside torch.inference_mode(), where nothing has a gradient; make the"
+            " model, or copy it, outside of that block"
+        )
     frozen = [p for p in model.parameters() if not p.requires_grad]
     try:
-        with mode(model, training=False), torch.enable_grad():
+        with no_modes_of_caller(), mode(model, training=False), torch.enable_grad():
             for parameter in frozen:
                 parameter.requires_grad_(True)
             yield
@@ -275,7 +307,11 @@ def _loss_without(model: nn.Module, prefix: str, objective: LossFunction, batch:
         for (tensor, dim, _), indices in places.items():
             values = get_tensor(model, prefix + tensor)
             values.index_fill_(dim, indices[~keep].flatten().to(values.device), 0)
-        return float(torch.stack(list(objective(model, batch).values())).sum())
+        return _loss(model, objective, batch)
+
+
+def _loss(model: nn.Module, objective: LossFunction, batch: Any) -> float:
+    return float(torch.stack(list(objective(model, batch).values())).sum().detach())
 
 
 def mean_loss(model: nn.Module, task: Task, batches: Collection[Any]) -> float:
@@ -285,6 +321,6 @@ def mean_loss(model: nn.Module, task: Task, batches: Collection[Any]) -> float:
     with torch.no_grad(), mode(model, training=False):
         for batch in batches:
             rows = batch_size(task.inputs(batch))
-            total += rows * float(torch.stack(list(objective(model, batch).values())).sum())
+            total += rows * _loss(model, objective, batch)
             seen += rows
     return total / seen

@@ -18,6 +18,7 @@ from compresskit.graph.capture import Captured, Dynamic, parameter_name
 from compresskit.graph.layers.merging import MergedLayer
 from compresskit.graph.layers.stored import LAYOUT_OPERATORS
 from compresskit.graph.normalize import Node, aten
+from compresskit.graph.rewrites.gradient_hooks import hooked_modules
 from compresskit.quant.calibration.smoothquant import smooth_tensors_
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.bit_widths import TARGET_BITS, BitWidths, bits_of_layer, named_modules
@@ -76,11 +77,13 @@ def build_quantized(
             that (`measured_placement.by_ranges`). None leaves it to `floating`.
         share: makes one group of more values of the last placement (`measured_placement.repeated_calls`). None leaves them.
 
-    Raises ModelError where nothing of the model runs in integers on the target or, with `strict`, a layer or an operator could
-    not.
+    Raises ModelError where nothing of the model runs in integers on the target, or `strict` forbids what stays float.
     """
     if prepared is None:
-        captured, origin, folds = prepare_graph(model, example, target, skip, dynamic, named=named_modules(bits), merges=merges)
+        apart = hooked_modules(model) if trainable else ()  # a hook is for the weight as it is
+        captured, origin, folds = prepare_graph(
+            model, example, target, skip, dynamic, apart=apart, named=named_modules(bits), merges=merges
+        )
     else:
         captured, origin, folds = copy.deepcopy(prepared[0]), prepared[1], []
     if smooth is not None:
@@ -92,12 +95,10 @@ def build_quantized(
     origin = replace(origin, floating=dict(floating), bits=bits)
     if not placement.integer:
         raise ModelError(f"{type(model).__name__}: {target.name} can run none of its operators in integers:\n{placement}")
-    if strict == "all":
-        _refuse_float_operators(placement)
-    elif strict:
-        _refuse_float_layers(captured.module.graph, target, placement)
+    _refuse_left_float(strict, captured.module.graph, target, placement)
     insert_quantizers_(captured.module, placement, target, observer, bits)
-    return Quantized(captured, target, placement, origin, folds if trainable else ()).train(model.training)
+    classes = {name: type(module) for name, module in model.named_modules()}
+    return Quantized(captured, target, placement, origin, folds if trainable else (), classes).train(model.training)
 
 
 def placed_by_ranges(
@@ -119,6 +120,14 @@ def placed_by_ranges(
             break
         placement, floating = again, more
     return placement if share is None else share(captured, placement, scheme), floating
+
+
+def _refuse_left_float(strict: Strict, graph: fx.Graph, target: Target, placement: Placement) -> None:
+    """Raise ModelError where something stays float that `strict` forbids to."""
+    if strict == "all":
+        _refuse_float_operators(placement)
+    elif strict:
+        _refuse_float_layers(graph, target, placement)
 
 
 def _refuse_float_operators(placement: Placement) -> None:

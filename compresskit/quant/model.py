@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, Self
 
@@ -26,6 +26,8 @@ from compresskit.graph.capture import Captured
 from compresskit.graph.layers.fold_batchnorm import FoldedBatchNorm
 from compresskit.graph.masks import masks_of
 from compresskit.graph.quantized import QuantizedModule
+from compresskit.graph.rewrites.fp32_parts import CastNodes, drop_casts_
+from compresskit.graph.rewrites.reserved_names import rename_first
 from compresskit.graph.surgery import get_tensor, mode
 from compresskit.quant.numerics.observers import KnownRange, MovingAverage, Observer, observed_ends, set_observed_ends_
 from compresskit.quant.numerics.quantizers import ActivationQuantizer, BiasQuantizer, Quantizer, WeightQuantizer
@@ -63,12 +65,14 @@ class Quantized(QuantizedModule):
         placement: Placement,
         origin: Origin,
         folds: Sequence[FoldedBatchNorm] = (),
+        float_modules: Mapping[str, type[nn.Module]] | None = None,
     ) -> None:
         super().__init__()
         self.body = captured.module
-        self._folds = list(folds)
+        self._folds, self._renamed = list(folds), captured.renamed
         self._trains = False
         self.target, self.placement, self.origin = target, placement, origin
+        self.float_modules, self.float_tensors = dict(float_modules or {}), list(origin.structure["tensors"])
         self.example, self.dynamic, self.varying = captured.example, captured.dynamic, captured.varying
         self.input_shapes = _open(shapes_of(captured.example), captured.varying)
         largest = max(math.prod(shape) for shape in captured.shapes.values())
@@ -89,7 +93,8 @@ class Quantized(QuantizedModule):
         """Version of the ONNX operator set that its file is written in, where the user names none."""
         narrow = [bits for bits in self._weight_bits() if self.stores_few_bits]
         wide = [q.scheme.bits for q in self.activation_quantizers() if q.scheme.bits > 8]
-        narrow_opsets = (25 if bits == 2 else 21 if bits in (3, 4) else 18 for bits in narrow if bits <= 6)
+        of_bits = {2: 25 if self.reads_int2 else 21, 3: 21, 4: 21}
+        narrow_opsets = (of_bits.get(bits, 18) for bits in narrow if bits <= 6)
         needed = max([21] * bool(wide) + list(narrow_opsets), default=0)
         return max(self.target.opset, needed)
 
@@ -325,6 +330,7 @@ class Quantized(QuantizedModule):
 
     def _fold_(self) -> None:
         """Fold BatchNorm and freeze scales; in eval mode the model computes the same, unless a bias needs a larger scale."""
+        drop_casts_(self.body)
         self.freeze_statistics_()
         self._trains = False
         learned = [(q, w) for q, w in self.rounded_weights() if q.ratio is not None]
@@ -374,15 +380,56 @@ class Quantized(QuantizedModule):
     def rounded_weights(self) -> list[tuple[WeightQuantizer, Tensor]]:
         """Weight quantizers and the tensors that they round, each once."""
         weights: dict[WeightQuantizer, Tensor] = {}
+        for quantizer, node, name in self._weight_calls():
+            weights[quantizer] = get_tensor(self.body, name).detach()
+            if isinstance(module := self.body.get_submodule(node.target), ConvBN):
+                bias = None if node.args[2] is None else get_tensor(self.body, node.args[2].target).detach()
+                weights[quantizer] = module.folded(weights[quantizer], bias)[0].detach()
+        return list(weights.items())
+
+    def _weight_calls(self) -> Iterator[tuple[WeightQuantizer, Any, str]]:
+        """Each call of a weight's quantizer: the quantizer, the node, and the name of the weight in the graph."""
         for node in self.body.graph.nodes:
             module = self.body.get_submodule(node.target) if node.op == "call_module" else None
             if isinstance(module, WeightQuantizer):
-                weights[module] = get_tensor(self.body, node.args[0].target).detach()
-            elif isinstance(module, ConvBN) and module.rounding_of(node)[0] is not None:
-                weight, bias = (None if a is None else get_tensor(self.body, a.target).detach() for a in node.args[1:3])
-                assert weight is not None
-                weights[module.rounding_of(node)[0]] = module.folded(weight, bias)[0].detach()
-        return list(weights.items())
+                yield module, node, str(node.args[0].target)
+            elif isinstance(module, ConvBN) and (quantizer := module.rounding_of(node)[0]) is not None:
+                yield quantizer, node, str(node.args[1].target)
+
+    # -- names of the float model
+
+    def float_names(self) -> dict[str, str]:
+        """Name of each parameter and buffer here -> the name that the float model has it under.
+
+        Learned scales are named after what they scale: that of `layer1.0.weight` is `layer1.0.weight_scale`, that of an
+        activation `layer1.1.relu_scale`.
+        """
+        tensors = [*self.body.named_parameters(remove_duplicate=False), *self.body.named_buffers(remove_duplicate=False)]
+        names = {f"body.{name}": rename_first(name, self._renamed) for name, _ in tensors}
+        weights: dict[Any, str] = {quantizer: rename_first(name, self._renamed) for quantizer, _, name in self._weight_calls()}
+        taken = set(names.values())
+        for path, quantizer in self.body.named_modules():
+            if not isinstance(quantizer, ActivationQuantizer | WeightQuantizer):
+                continue
+            of = weights.get(quantizer) or self._activation_name(path, quantizer)
+            for leaf, word in (("ratio", "scale"), ("offset", "offset")):
+                if f"body.{path}.{leaf}" in names and f"{of}_{word}" not in taken:
+                    names[f"body.{path}.{leaf}"] = f"{of}_{word}"
+        return names
+
+    def _activation_name(self, path: str, quantizer: ActivationQuantizer | WeightQuantizer) -> str:
+        label, own = "" if isinstance(quantizer, WeightQuantizer) else quantizer.label, path.rpartition(".")[2]
+        module = label.removeprefix("input of ")
+        return f"{module}.{own}" if module and module in self.float_modules else own
+
+    def keep_fp32_(self, modules: Collection[str], half: torch.dtype) -> CastNodes:
+        """Let operators of modules of the float model compute in fp32 beside half ones, until `remove()` of what is returned.
+
+        modules: dotted names, of which `float_names` are the tensors. half: dtype of all others.
+        """
+        named = [(here.removeprefix("body."), there) for here, there in self.float_names().items()]
+        tensors = {here for here, there in named if any(not m or there.startswith(f"{m}.") for m in modules)}
+        return CastNodes(self.body, modules, tensors, half)
 
     # -- resuming, export
 

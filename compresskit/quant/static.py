@@ -15,6 +15,7 @@ from compresskit.base.settings import check_field_types, refuse_unknown_settings
 from compresskit.base.stage import Stage
 from compresskit.base.task import Inputs, Task
 from compresskit.graph.capture import Captured
+from compresskit.graph.tracing import no_modes_of_caller
 from compresskit.quant.build import build_quantized
 from compresskit.quant.calibrated import (
     CalibratedOptions,
@@ -210,6 +211,7 @@ def builder(
     return build
 
 
+@no_modes_of_caller()
 def _quantize(model: nn.Module, batches: Batches, settings: StaticSettings, where: str) -> nn.Module:
     module, example, data = module_to_quantize(model, batches, settings.inside, where)
     sizes = SeenSizes(module, example, settings.dynamic)

@@ -17,8 +17,8 @@ from compresskit.base.errors import ExportError
 from compresskit.base.files import FORMAT, write_json
 from compresskit.base.inputs import some_batches
 from compresskit.base.task import Inputs, RowDims, Task, batch_size, call, first_rows, rows_that_run
-from compresskit.export.check.verify import Verification, verify_onnx
-from compresskit.export.files import annotate, file_bytes
+from compresskit.export.check.verify import Verification, depends_on_threads, verify_onnx
+from compresskit.export.files import annotate, file_bytes, read_proto
 from compresskit.export.onnx import Opset, export_onnx
 from compresskit.export.rewrite.sparse import compressed_bytes
 from compresskit.graph.capture import Dynamic
@@ -122,18 +122,29 @@ def timed_sample(files: Sequence[Path], task: Task, dims: RowDims | None) -> Inp
 def _verify(
     path: Path, model: nn.Module, task: Task, compared: int | None, dims: RowDims | None
 ) -> tuple[Verification, Outcomes]:
-    """Whether a file agrees with its model, and the outcomes of the file for all validation data; see `measure_stage`."""
+    """Whether a file agrees with its model, and the outcomes of the file for all validation data; see `measure_stage`.
+
+    They are of one thread where each thread rounds its part of a batch in its own way: they would else be others elsewhere.
+    """
+    own_way = depends_on_threads(read_proto(path))
     if compared is not None:
         batches = some_batches(task, "val", compared, "verify")
         few = [few_rows(model, task.inputs(batch), compared, dims) for batch in batches]
         if (verification := verify_onnx(path, model, few)).passed:
-            data, run = _ValidationData(model, task, dims), session(path, threads=torch.get_num_threads())
-            for inputs in data:
-                data.take([np.atleast_1d(v) for v in run_session(run, numpy_inputs(run, inputs, path), path)])
-            return verification, data.found.outcomes()
+            return verification, _run_on_all(path, model, task, dims, threads=1 if own_way else torch.get_num_threads())
     data = _ValidationData(model, task, dims)
     verification = verify_onnx(path, model, data, executed=data.take)
+    if own_way and verification.passed and torch.get_num_threads() > 1:
+        return verification, _run_on_all(path, model, task, dims, threads=1)
     return verification, data.found.outcomes()
+
+
+def _run_on_all(path: Path, model: nn.Module, task: Task, dims: RowDims | None, *, threads: int) -> Outcomes:
+    """The outcomes of a file for all validation data, in ONNX Runtime with so many threads."""
+    data, run = _ValidationData(model, task, dims), session(path, threads=threads)
+    for inputs in data:
+        data.take([np.atleast_1d(v) for v in run_session(run, numpy_inputs(run, inputs, path), path)])
+    return data.found.outcomes()
 
 
 class _ValidationData:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Sized
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from functools import partial
 from inspect import Parameter, signature
 from itertools import islice, takewhile
@@ -15,9 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader
 
-from compresskit.base.distributed import world_size
 from compresskit.base.errors import CompressError, DataError, ModelError, first_line
 from compresskit.base.fingerprint.functions import of_compresskit
 from compresskit.base.inputs import check_has_rows
@@ -25,29 +23,32 @@ from compresskit.base.objective import Objective
 from compresskit.base.randomness import generators_kept
 from compresskit.base.settings import as_python_dims
 from compresskit.base.stage import Stage
-from compresskit.base.task import IGNORED, Inputs, RunningMetric, Task, batch_size, call, first_rows, shapes_of
+from compresskit.base.task import IGNORED, Inputs, RunningMetric, Task, batch_size, call, shapes_of
 from compresskit.export.onnx import export_onnx
 from compresskit.export.rewrite.dtypes import least_precise_dtype
 from compresskit.graph.capture import Dynamic, capture, check_dynamic, check_runs, input_names
 from compresskit.graph.quantized import is_quantized, quantized_parts
-from compresskit.graph.surgery import copy_model, mode, no_attention_fastpath, state_kept
+from compresskit.graph.surgery import copy_model, mode, state_kept
 from compresskit.measure import checked_score, evaluate, few_rows, has_two_readings, input_row_dims, metric_value
 from compresskit.metrics import OutputAgreement
 from compresskit.mixed.formats.parallel import is_sharded
-from compresskit.mixed.formats.policy import BATCH_NORMS
 from compresskit.prune import Prune, Sparsify
 from compresskit.prune.criteria import UNLABELLED_EVIDENCE, needs_of
-from compresskit.quant import QAT, Repair, StaticQuant
+from compresskit.quant import QAT, Repair, StaticQuant, prepare_qat
+from compresskit.quant.qat.qat import QATSettings
 from compresskit.recipe.baselines import trainings_in
-from compresskit.train.modes import given_modes
+from compresskit.train.length import check_last_row
 from compresskit.train.objective import check_losses_are_fixed, supervised_loss
 from compresskit.train.train import Train, refuse_optimizer_with_closure
 
-#: Stages after which a model still has the BatchNorm layers that it had before.
-OF_THE_SAME_LAYERS = (Train, Prune, Sparsify)
+#: Stages that train a model with the BatchNorm layers that it had before.
+OF_THE_SAME_LAYERS = (Train, Prune, Sparsify, QAT)
 #: Stages that capture their model on the first batch of the calibration data.
 CALIBRATED = (StaticQuant, QAT, Repair)
-COMPARED_BATCHES = 12  # of a validation loader, whose sizes are compared before a run; of a list, all
+COMPARED_BATCHES = 12  # of a loader, whose sizes are compared, or in which nan is looked for, before a run; of a list, all
+
+#: Settings of stages that read the calibration data.
+READS_CALIBRATION = frozenset({"samples", "repair"})
 
 #: Name of an input -> its shape, of one batch.
 Shapes = dict[str, tuple[int, ...]]
@@ -105,6 +106,7 @@ def preflight_check(
         for i, stage in enumerate(stages):
             stage.rehearse(probe, own.get(i, task))
         _rehearse_objectives(probe, task, stages, own)
+        _check_trainings(probe, task, stages, own)
     with generators_kept():
         _check_sizes(model, task, stages, own, dynamic)
     if not is_quantized(model):
@@ -130,9 +132,12 @@ def _check_sizes(model: nn.Module, task: Task, stages: Sequence[Stage], own: Map
     for i, stage in enumerate(stages):
         where, settings, data = f"stage {i + 1}, {type(stage).__name__}", vars(stage), own.get(i, task)
         first, of = shapes[0], "validation data"
-        if isinstance(stage, CALIBRATED):
-            of = "training data" if data.calibration is None else "calibration data"
-            first = _input_shapes(model, _check_calibration(model, data, f"{where}: the first batch of the {of}"))
+        has_data = data.calibration is not None or data.train is not None  # weights alone can be rounded without
+        if isinstance(stage, CALIBRATED) or (has_data and READS_CALIBRATION & set(settings)):
+            read = "training data" if data.calibration is None else "calibration data"
+            calibration = _check_calibration(model, data, f"{where}: {{}} of the {read}")
+            if isinstance(stage, CALIBRATED):
+                first, of = _input_shapes(model, calibration), read
         if _is_own(stage) and "float" not in stage.keeps and "dynamic" in settings and not settings.get("inside"):
             free = as_python_dims(settings["dynamic"])
             _check_same_sizes(f"{where}: {of}", first, shapes, free, f"{type(stage).__name__}(dynamic={{}})")
@@ -156,22 +161,28 @@ def _input_shapes(model: nn.Module, inputs: Inputs) -> Shapes:
 
 
 def _check_calibration(model: nn.Module, task: Task, where: str) -> Inputs:
-    """The first calibration batch; DataError, which begins with `where`, where it has no rows, or nan that reaches the outputs.
+    """The first calibration batch; DataError where it has no rows, or one of the first has nan that reaches the outputs.
 
-    Infinity is left to the observers: a mask of -inf may reach an output, where no quantizer has to take it.
+    Infinity is left to the stage: a mask of -inf may reach an output, where no quantizer has to take it.
+
+    where: begins the message, with {} for the batch.
     """
-    inputs = task.inputs(_first_batch(task, "calibration"))
-    check_has_rows(inputs, where)
-    leaves = zip(input_names(model, inputs), pytree.tree_leaves(inputs), strict=True)
-    missing = [name for name, value in leaves if _holds_nan(value)]
-    if not missing:
-        return inputs
-    probe = copy_model(model).to(task.device)
-    with torch.no_grad(), mode(probe, training=False):
-        outputs = pytree.tree_leaves(call(probe, inputs))
-    if any(map(_holds_nan, outputs)):  # a model may replace what is missing
-        raise DataError(f"{where}: values of {missing[0]} are nan, and so are outputs of the model; clean the data")
-    return inputs
+    first = task.inputs(_first_batch(task, "calibration"))
+    check_has_rows(first, where.format("the first batch"))
+    batches = task.batches("calibration")
+    for number, batch in enumerate(islice(batches, None if isinstance(batches, list | tuple) else COMPARED_BATCHES), 1):
+        inputs = task.inputs(batch)
+        if not any(map(_holds_nan, pytree.tree_leaves(inputs))):
+            continue
+        leaves = zip(input_names(model, inputs), pytree.tree_leaves(inputs), strict=True)
+        name = next(name for name, value in leaves if _holds_nan(value))
+        probe = copy_model(model).to(task.device)
+        with torch.no_grad(), mode(probe, training=False):
+            outputs = pytree.tree_leaves(call(probe, inputs))
+        if any(map(_holds_nan, outputs)):  # a model may replace what is missing
+            which = where.format("the first batch" if number == 1 else f"batch {number}")
+            raise DataError(f"{which}: values of {name} are nan, and so are outputs of the model; clean the data")
+    return first
 
 
 def _holds_nan(value: Any) -> bool:
@@ -232,7 +243,19 @@ def _rehearse_objectives(probe: nn.Module, task: Task, stages: Sequence[Stage], 
             predictions = each.predicted(call(probe, few_rows(probe, each.example(), 2)))
         for objective in objectives:
             try:
-                objective.rehearse(probe, predictions)
+                objective.for_task(each).rehearse(probe, predictions)
+            except CompressError as error:
+                raise type(error)(f"stage {i + 1}, {type(stage).__name__}: {error}") from error
+
+
+def _check_trainings(probe: nn.Module, task: Task, stages: Sequence[Stage], own: Mapping[int, Task]) -> None:
+    """Let trainings refuse names and layers of the incoming model, as long as stages keep them."""
+    for i, stage in enumerate(stages):
+        if type(stage) not in OF_THE_SAME_LAYERS and not (isinstance(stage, Train) and _keeps_classes(stage)):
+            return
+        for training in trainings_in(stage):
+            try:
+                training.check_fits(probe, own.get(i, task))
             except CompressError as error:
                 raise type(error)(f"stage {i + 1}, {type(stage).__name__}: {error}") from error
 
@@ -307,42 +330,20 @@ def _check_last_rows(model: nn.Module, task: Task, stages: Sequence[Stage], own:
 
     Only in stages that train the incoming model, with all or fewer channels of its BatchNorm layers.
     """
-    if not any(isinstance(module, BATCH_NORMS) for module in model.modules()) or world_size() > 1:
-        return
     for i, stage in takewhile(lambda each: type(each[1]) in OF_THE_SAME_LAYERS, enumerate(stages)):
-        each = own.get(i, task)
+        each, where = own.get(i, task), f"stage {i + 1}, {type(stage).__name__}"
         for training in trainings_in(stage):
             length = training.length(each)
-            whole = length.batches is not None and length.steps * length.accumulate >= length.batches
-            if whole and type(training) is Train and (failure := _failure_of_one_row(model, each)) is not None:
-                raise DataError(
-                    f"stage {i + 1}, {type(stage).__name__}: the last batch of the training data has one row, of which BatchNorm"
-                    f" has no statistics ({failure}); pass DataLoader(..., drop_last=True), or another batch_size"
-                )
+            if type(training) is Train:
+                check_last_row(model, each, length, where)
+            elif isinstance(training, QAT) and (length.steps_per_epoch or 0) - 1 < training.freeze * length.steps:
+                check_last_row(model, each, length, where, prepare=partial(_prepared, training, each))
 
 
-def _failure_of_one_row(model: nn.Module, task: Task) -> str | None:
-    """What BatchNorm says of the last training batch, if that has one row; None where it runs, or has more, or is not known."""
-    loader = task.train
-    if isinstance(loader, list | tuple):
-        inputs = task.inputs(loader[-1])
-    elif type(loader) is DataLoader and loader.batch_size and not loader.drop_last and isinstance(loader.sampler, Sized):
-        if len(loader.sampler) % loader.batch_size != 1:
-            return None
-        inputs = first_rows(task.inputs(next(iter(loader))), 1)
-    else:
-        return None
-    if batch_size(inputs) != 1:
-        return None
-    modes, probe = given_modes(model), copy_model(model).to(task.device).train()
-    for name, training in modes.items():
-        probe.get_submodule(name).train(training)
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), no_attention_fastpath():
-            call(probe, inputs)
-    except Exception as error:  # others are said where the model is run on whole batches
-        return first_line(error) if "more than 1 value per channel" in str(error) else None
-    return None
+def _prepared(stage: QAT, task: Task, model: nn.Module) -> nn.Module:
+    """A model as a QAT trains it, calibrated on one batch: some of its BatchNorm layers may be constants there."""
+    settings = {setting.name: getattr(stage, setting.name) for setting in fields(QATSettings)}
+    return prepare_qat(model.eval(), [task.inputs(_first_batch(task, "calibration"))], **settings | {"choose": "rules"})
 
 
 def check_labelled(task: Task, what: str, data: str) -> None:

@@ -300,6 +300,7 @@ class Recipe:
         out = folder_of_run(out)
         self._check_arguments(model, task, "Recipe.run")
         own = own_tasks(self.stages, task, tasks, "Recipe.run")
+        described = self._described(task, own)  # before the check calls the loss, which may count its calls
         preflight_check(model, task, self.stages, own, dynamic=self.dynamic)
         if self.baselines:
             with_new_weights(model)  # raises where it cannot
@@ -310,7 +311,7 @@ class Recipe:
             remember_modes_(model)
             made = ({} if self._reports_start else {-1: copy_model(model)}) if self.baselines else None
             distributed.broadcast_model_(model)
-            record, keys = distributed.on_rank_zero(lambda: self._record_and_keys(model, task, own, out))
+            record, keys = distributed.on_rank_zero(lambda: self._record_and_keys(model, described, out))
             run = RunSettings(
                 out=out,
                 seed=self.seed,
@@ -364,7 +365,7 @@ class Recipe:
         self._check_arguments(model, task, "Recipe.plan")
         own = own_tasks(self.stages, task, tasks, "Recipe.plan")
         out = folder_of_run(out)
-        record, keys = self._record_and_keys(model, task, own, out)
+        record, keys = self._record_and_keys(model, self._described(task, own), out)
         return plan_run(out, model, self._steps(keys, own), record)
 
     @property
@@ -381,23 +382,26 @@ class Recipe:
                 f"the model carries masks, and {type(stage).__name__} needs a dense model; put Densify before it, or leave it out"
             )
 
+    def _described(self, task: Task, own: Mapping[int, Task]) -> Callable[..., Dependencies]:
+        """What the stages depend on, but for the model and the settings of the recipe."""
+        return partial(
+            Dependencies,
+            stages=describe_stages(self.stages),
+            task=describe_task(task),
+            own={i: describe_task(each) for i, each in own.items()},
+        )
+
     def _record_and_keys(
-        self, model: nn.Module, task: Task, own: Mapping[int, Task], out: Path
+        self, model: nn.Module, described: Callable[..., Dependencies], out: Path
     ) -> tuple[dict[str, Any], list[StageKey]]:
         """The contents of recipe.json but for the model, and the key of each stage."""
         trained = self.stages[0].starts_from_trained or shows_training(model)
         start = start_of_run(out, model, trained=trained)
         settings = {"seed": self.seed, "dynamic": describe(self.dynamic)}
         settings |= {} if self.opset is None else {"opset": self.opset}
-        depends = Dependencies(
-            stages=describe_stages(self.stages),
-            task=describe_task(task),
-            model=describe_model(model, trained=trained, fixed=start.get("fixed")),
-            settings=settings,
-            own={i: describe_task(each) for i, each in own.items()},
-        )
+        depends = described(model=describe_model(model, trained=trained, fixed=start.get("fixed")), settings=settings)
         record = {"format": FORMAT, "stages": depends.stage_records, "task": depends.task_records, **settings}
-        record |= {"tasks": depends.own_records} if own else {}
+        record |= {"tasks": depends.own_records} if depends.own else {}
         record |= {"start": start} if start else {}
         return record | {"versions": versions()}, depends.keys()
 

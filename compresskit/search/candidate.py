@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from compresskit.quant import QAT, Bits, BlockScheme, DynamicQuant, StaticQuant,
 from compresskit.quant.effort.improve import Effort
 from compresskit.quant.numerics.targets import DEFAULT_DEPLOYMENT, X86, Deployment, Target
 from compresskit.quant.weight_only import MATMUL_NBITS, gptq
+from compresskit.train import lr
 from compresskit.train.train import Train
 
 Storage = Literal["float", "int8", "int4", "dynamic", "weights4"]
@@ -28,8 +29,9 @@ WITHOUT_EFFORT = ("float", "dynamic", "weights4")  # without ranges of activatio
 FINER_BELOW = 0.5  # MACs that stay, below which channels are rounded to half as many: few multiples are left in narrow networks
 MULTIPLE, MULTIPLE_OF_DEPTHWISE = 8, 16  # multiples of channels for which kernels are fast; the second of integer depthwise ones
 QAT_SHARE = 4  # one part of so many of the training is quantization-aware
+ROUNDED_RATE = 0.1  # of the learning rates, for a part that is to stay near the float network
 OF_FLOAT = ("compile", "param_groups")  # settings of the training without meaning where all of it is quantization-aware
-#: Settings of the training that its quantization-aware part has, too. It has its own optimizer, and its own default objective.
+#: Settings of the training that its quantization-aware part has as they are. It has lower rates, and its own default objective.
 CARRIED_OVER = ("precision", "clip", "accumulate", "channels_last", "exact", "validate_every", "on_step", "on_epoch")
 
 
@@ -175,7 +177,10 @@ class Candidate:
         if self.changes_structure and not self.trains_in_two_parts(train):  # what was removed is made up for here
             settings |= {each.name: getattr(train, each.name) for each in fields(Train) if each.name not in OF_FLOAT}
         else:
-            settings["optimizer"] = partial(torch.optim.SGD, lr=2e-3, momentum=0.9)
+            grouped = train.param_groups is not None  # an optimizer that takes these groups may take no others
+            settings["optimizer"] = partial(at_lower_rates, Train.optimizer if grouped else train.optimizer, ROUNDED_RATE)
+            if isinstance(train.schedule, lr.LRSchedule):  # one of torch's may set rates of its own
+                settings["schedule"] = train.schedule
             if train.objective is not None and not train.reads_target:
                 settings["freeze"] = 0.0  # what imitates alone is to stay where the float model is, and so do its statistics
         return QAT(**settings | {"epochs": part.epochs, "steps": part.steps, "objective": train.objective})
@@ -192,6 +197,14 @@ class Candidate:
 
 
 UNCOMPRESSED = Candidate(bits="float")
+
+
+def at_lower_rates(make: Callable[..., torch.optim.Optimizer], share: float, parameters: Any) -> torch.optim.Optimizer:
+    """The optimizer that `make` gives for parameters, with a share of its learning rates."""
+    optimizer = make(parameters)
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * share  # not in place: it may be a tensor of the user's
+    return optimizer
 
 
 def _in_four_bits(samples: int, dynamic: Dynamic) -> WeightQuant:

@@ -107,7 +107,10 @@ def at_most(
     given = {"latency": latency, "bytes": bytes, "macs": macs, "drop": drop, "minutes": minutes}
     parsed = {name: None if value is None else parse_ceiling(name, as_python(value)) for name, value in given.items()}
     if not any(parsed[name] for name in (*MEASURED, "drop")):
-        raise SettingError("at_most(): wanted at least one of latency=, bytes=, macs= and drop=, got none; such as latency='5ms'")
+        got = "none" if minutes is None else "minutes= alone, which is how long may be trained"
+        raise SettingError(
+            f"at_most(): wanted at least one of latency=, bytes=, macs= and drop=, got {got}; such as latency='5ms'"
+        )
     threads, batch = as_python(threads), as_python(batch)
     for name, value in (("threads", threads), ("batch", batch)):
         if type(value) is not int or value < 1:

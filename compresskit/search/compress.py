@@ -31,7 +31,7 @@ from compresskit.search.candidate import UNCOMPRESSED, Removable
 from compresskit.search.ceilings import MEASURED, Ceiling, Ceilings
 from compresskit.search.explore import Explorer
 from compresskit.search.figures import Figures
-from compresskit.search.finals.finalists import Finals
+from compresskit.search.finals.finalists import OF_PROOF, OF_SETTINGS, Finals
 from compresskit.search.finals.short_trainings import SHORT_RATE, ShortTrainings
 from compresskit.search.finals.training import check_objective, check_objective_of_candidates, training_within, with_objective
 from compresskit.search.latency.latency_filter import LatencyFilter
@@ -79,7 +79,7 @@ def compress(
         train: how each finalist is trained, in all its stages; by default, with `minutes` in the budget, AdamW for as many
             steps as fit, and nothing without. Without an objective it imitates the uncompressed model, see `with_objective`.
         trials: how many candidates are measured without training.
-        finalists: how many are run as recipes at most.
+        finalists: how many are run as recipes at most; without a training more, where none of these keeps the ceilings.
         held_out_samples: validation samples that candidates without training are judged by.
         calibration_samples: samples that stages read without training.
         seconds: for each measurement of a latency.
@@ -160,8 +160,7 @@ def _search_and_run(
         filter=slow,
     ).explore()
     part = _holds_out_a_part(workshop)
-    # A drop on a part of the data is not the one that the ceiling is for: that is measured of finalists.
-    _refuse_unreachable(tried, budget, ceilings, out, judges_drop=train is None and not part)
+    _refuse_unreachable(tried, budget, ceilings, out, part=part, trains=train is not None)
     finals = Finals(
         workshop=workshop,
         stopwatch=stopwatch,
@@ -311,12 +310,14 @@ def _study_name(budget: Ceilings, train: Train | None) -> str:
 
 
 def _refuse_unreachable(
-    tried: Sequence[Tried], budget: Ceilings, ceilings: dict[str, float], out: Path, *, judges_drop: bool
+    tried: Sequence[Tried], budget: Ceilings, ceilings: dict[str, float], out: Path, *, part: bool, trains: bool
 ) -> None:
     """Raise ModelError where no candidate keeps the ceilings on what nothing changes that follows.
 
-    judges_drop: whether that is so of the drop.
+    part: whether candidates were judged by a part of the data; the drop on that is not the one that the ceiling is for.
+    trains: whether a training would follow, which changes the drop, too.
     """
+    judges_drop = not part and not trains
     counted = {name: c for name, c in ceilings.items() if name in MEASURED or judges_drop}
     figures = [t.figures for t in tried if t.figures is not None and t.candidate != UNCOMPRESSED]
     if not figures:
@@ -325,10 +326,11 @@ def _refuse_unreachable(
     if any(not f.excesses(counted) for f in figures):
         return
     advice = ", or train (minutes= or train=)" if judges_drop and "drop" in ceilings else ""
+    of_part = " (its drop is that of the held-out data)" if part and "drop" in ceilings else ""
+    nearest = nearest_budget(figures, budget, ceilings, room=OF_SETTINGS if trains else OF_PROOF)
     raise ModelError(
-        f"compress: none of {len(figures)} candidates meets {budget!r}; the nearest that can is"
-        f" {nearest_budget(figures, budget, ceilings)}; ask for that{advice}, or raise trials=; all files are in {out}"
-        f"{_not_made(tried)}"
+        f"compress: none of {len(figures)} candidates meets {budget!r}; the nearest that can is {nearest}{of_part}; ask for that"
+        f"{advice}, or raise trials=; all files are in {out}{_not_made(tried)}"
     )
 
 
@@ -361,7 +363,7 @@ def _none_within(tried: Sequence[Tried], budget: Ceilings, ceilings: dict[str, f
         )
     train = "train longer" if trains else "train (minutes= or train=)"
     return ModelError(
-        f"compress: none of {len(figures)} finalists meets {budget!r} on all validation data; the nearest that can is"
+        f"compress: none of {len(figures)} finalists meets {budget!r} on all validation data; the nearest of them is"
         f" {nearest_budget(figures, budget, ceilings)}; ask for that, {train}, or raise finalists=; all files are in {out}"
         f"{_not_made(tried)}"
     )

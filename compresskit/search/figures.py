@@ -11,6 +11,7 @@ from compresskit.base.errors import CheckpointError
 
 Entry = TypeVar("Entry")
 ROUNDING = 1e-9
+OF_METRIC = 1e-6  # of a metric, to which one in float32 is known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,12 @@ class Figures:
             name: self.get(name) - ceiling if name == "drop" else fraction(self.get(name), ceiling) - 1
             for name, ceiling in ceilings.items()
         }
-        return {name: value for name, value in over.items() if value > ROUNDING}
+        return {name: value for name, value in over.items() if value > (self.uncertainty if name == "drop" else ROUNDING)}
+
+    @property
+    def uncertainty(self) -> float:
+        """Up to which the drop is not told from another: a metric may be computed in float32, as by `.float().mean()`."""
+        return max(ROUNDING, OF_METRIC * (abs(self.metric) + abs(self.drop)))
 
 
 def fraction(part: float, whole: float) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -286,15 +286,27 @@ def _figure_cells(figures: Figures, dense: Figures, short: str, trained: str) ->
     )
 
 
-def nearest_budget(figures: Sequence[Figures], budget: Ceilings, ceilings: dict[str, float]) -> str:
-    """The budget, as Python, of the candidate that exceeds the ceilings least."""
+def nearest_budget(figures: Sequence[Figures], budget: Ceilings, ceilings: dict[str, float], *, room: int = 0) -> str:
+    """The budget, as Python, of the candidate that exceeds the ceilings least.
+
+    room: bytes by which its file may become larger when it is run.
+    """
     best = min(figures, key=lambda found: sum(found.excesses(ceilings).values()))
+    best = replace(best, bytes=best.bytes + room)
     # What is exceeded becomes what the candidate has, rounded up so that it is met.
     values = {"latency": f'"{best.latency * 1.05:.4g}ms"', "bytes": best.bytes, "macs": best.macs}
     over = best.excesses(ceilings)
-    drop = math.ceil(best.drop * DROP_STEPS) / DROP_STEPS if "drop" in over else ceilings.get("drop", 0.0)
+    drop = _rounded_up(best) if "drop" in over else ceilings.get("drop", 0.0)
     values["drop"] = f'"{drop:{DIGITS}}"' if drop > LARGEST_PLAUSIBLE_DROP else f"{drop:{DIGITS}}"
     given = [f"{name}={values[name] if name in over or name == 'drop' else f'{ceilings[name]:{DIGITS}}'}" for name in ceilings]
     given += [] if budget.minutes is None else [f"minutes={budget.minutes.value:{DIGITS}}"]
     given += [f"{name}={vars(budget)[name]}" for name in ("threads", "batch") if vars(budget)[name] != 1]
     return f"at_most({', '.join(given)})"
+
+
+def _rounded_up(figures: Figures) -> float:
+    """A drop with few digits that is no less than that of a file, as far as that is known."""
+    steps = figures.drop * DROP_STEPS
+    if abs(round(steps) - steps) <= min(figures.uncertainty * DROP_STEPS, 0.01):  # such as one of 100 samples, in float32
+        return round(steps) / DROP_STEPS
+    return math.ceil(steps) / DROP_STEPS

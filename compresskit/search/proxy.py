@@ -62,7 +62,7 @@ log = logging.getLogger(__name__)
 IDENTITY, FIGURES, ORDER, LATENCY = "search.json", "figures.json", "order.json", "latency.json"
 PART, ON_PART, STATISTICS = "part.json", "figures-{}.json", "statistics-{}.json"  # of the held-out samples, and named by them
 DIRECTION = "higher_is_better"  # the part of a task
-FOLDER_VERSION = 8  # another where candidates of one name are made or judged in another way
+FOLDER_VERSION = 9  # another where candidates of one name are made or judged in another way
 CANDIDATES, DENSE = "candidates", "uncompressed"
 NAME_DIGITS = 8  # of a hash of settings in the name of a file or folder
 #: What the plan of named blocks says of them, which nobody reads here; by default that is measured, block by block.
@@ -281,6 +281,8 @@ class Workshop:
         announce(log, "compress: measuring which convolutions are faster as one")  # minutes in a large network
         try:
             return rank_runs(self.model, self.task, samples=SCORED_SAMPLES, least=least)
+        except CheckpointError:
+            raise  # of the disk
         except CompressError as error:
             log.info("compress: no convolutions are merged: %s", error)
             return ()
@@ -303,6 +305,8 @@ class Workshop:
                 task=self.task,
                 samples=SCORED_SAMPLES,
             )
+        except CheckpointError:
+            raise  # of the disk
         except CompressError as error:
             log.warning("compress: no residual blocks are removed: %s", error)
             return ()

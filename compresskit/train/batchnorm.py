@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from compresskit.base.errors import DataError
-from compresskit.base.inputs import AnyInputs, call_checked, each_inputs
+from compresskit.base.inputs import AnyInputs, call_checked, each_inputs, not_finite, not_finite_error
 from compresskit.base.task import batch_size
 from compresskit.graph.surgery import mode
 
@@ -23,30 +24,40 @@ def reestimate_batchnorm_(model: nn.Module, batches: Iterable[AnyInputs]) -> int
         batches: inputs, shuffled; batches of one class each give useless statistics. Batches of one row are skipped.
 
     Returns: the number of BatchNorm layers with running statistics.
-    Raises: DataError where no batch has more than one row; the statistics are then as before.
+    Raises: DataError where no batch has more than one row, the model does not run on one, or statistics are nan or infinite, as
+        of data that hold such values; the statistics are then as before.
     """
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.running_mean is not None]
+    norms = {path: m for path, m in model.named_modules() if isinstance(m, _BatchNorm) and m.running_mean is not None}
     if not norms:
         return 0
-    momenta = [norm.momentum for norm in norms]
-    before = [{name: value.clone() for name, value in norm.named_buffers()} for norm in norms]
-    count = 0
+    momenta = [norm.momentum for norm in norms.values()]
+    before = [{name: value.clone() for name, value in norm.named_buffers()} for norm in norms.values()]
+    done = False
     with torch.no_grad(), mode(model, training=False):
-        for norm in norms:
+        for norm in norms.values():
             norm.reset_running_stats()
             norm.momentum = None  # a plain average
             norm.train()
         try:
-            for inputs in each_inputs(batches, "reestimate_batchnorm_"):
-                if batch_size(inputs) > 1:  # one row has no variance
-                    call_checked(model, inputs, "calibration data")
-                    count += 1
+            _average_(model, norms, batches)
+            done = True
         finally:
-            for norm, momentum, old in zip(norms, momenta, before, strict=True):
+            for norm, momentum, old in zip(norms.values(), momenta, before, strict=True):
                 norm.momentum = momentum
-                if not count:
-                    for name, value in old.items():
-                        norm.get_buffer(name).copy_(value)
-    if not count:
-        raise DataError("re-estimating BatchNorm: no calibration batch of more than one row was given")
+                for name, value in ({} if done else old).items():
+                    norm.get_buffer(name).copy_(value)
     return len(norms)
+
+
+def _average_(model: nn.Module, norms: Mapping[str, _BatchNorm], batches: Iterable[AnyInputs]) -> None:
+    """Run a model on batches. Raises DataError where the statistics are then none."""
+    where, count = "re-estimating BatchNorm", 0
+    for number, inputs in enumerate(each_inputs(batches, "reestimate_batchnorm_"), 1):
+        if batch_size(inputs) > 1:  # one row has no variance
+            call_checked(model, inputs, "calibration data")
+            count += 1
+            for path, norm in norms.items():
+                if not_finite((norm.running_mean, norm.running_var)):
+                    raise not_finite_error(where, f"the mean or the variance of {path}", [inputs], number)
+    if not count:
+        raise DataError(f"{where}: no calibration batch of more than one row was given")

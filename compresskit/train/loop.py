@@ -27,7 +27,8 @@ from compresskit.train.callbacks import EpochReport, OnEpoch, OnStep, StepReport
 from compresskit.train.cursor import DataCursor, raise_if_worker_died
 from compresskit.train.history import History
 from compresskit.train.learning_rates import LearningRates
-from compresskit.train.length import Length
+from compresskit.train.length import Length, remedy_of_one_row
+from compresskit.train.param_groups import raise_failed_step
 from compresskit.train.validation import Validation
 
 log = logging.getLogger(__name__)
@@ -209,7 +210,7 @@ class TrainingLoop:
         except (RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
                 raise TrainingError(f"{where}: the optimizer's step ran out of memory; {LESS_MEMORY}") from error
-            raise
+            raise_failed_step(error, self.run.optimizer, where)
         self.step += 1
         for hook in self.hooks:
             hook(self.step, self.length.steps)
@@ -441,7 +442,7 @@ def _forward(
         if is_out_of_memory(error):
             raise TrainingError(f"{where}: no memory for tensors of shape {shapes_of(batch)}; {LESS_MEMORY}") from error
         why = (isinstance(error, TypeError) and _inputs_in_a_tuple(run.model, batch, inputs_of)) or first_line(error)
-        if cause := _not_finite(run.model):
+        if cause := remedy_of_one_row(error) or _not_finite(run.model):
             why += f"; {cause}"
         raise TrainingError(f"{where}: the loss cannot be computed (tensors of shape {shapes_of(batch)}): {why}") from error
     if wrong := _no_scalar(losses):

@@ -1,18 +1,35 @@
-"""Param groups of an optimizer by the names and shapes of the parameters: `Train(param_groups=no_decay_on_vectors)`."""
+"""What an optimizer is given, and what it refuses.
+
+Its param groups by the names and shapes of the parameters, `Train(param_groups=no_decay_on_vectors)`; sparse gradients.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
-from compresskit.base.errors import SettingError
+from compresskit.base.distributed import is_peer_failure
+from compresskit.base.errors import CompressError, SettingError, TrainingError, first_line
+from compresskit.graph.quantized import float_names
+from compresskit.graph.surgery import parameter_owners
+from compresskit.train.cursor import raise_if_worker_died
+
+log = logging.getLogger(__name__)
 
 NamedParameters = list[tuple[str, nn.Parameter]]
-#: (named parameters that require gradients) -> param groups as torch's optimizers take them.
+#: (named parameters that require gradients) -> param groups as torch's optimizers take them. In quantization-aware training the
+#: names are those of the float model, and `float_names` of the quantized model says how learned scales are called.
 ParamGroups = Callable[[NamedParameters], list[dict[str, Any]]]
+
+#: Optimizers of torch that refuse sparse gradients.
+DENSE_ALONE = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adadelta", "ASGD", "Rprop", "Adafactor")
+TAKE_BOTH = "give torch.optim.SGD or Adagrad, which take both"
 
 
 def no_decay_on_vectors(named: NamedParameters) -> list[dict[str, Any]]:
@@ -23,8 +40,10 @@ def no_decay_on_vectors(named: NamedParameters) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
-def groups_of(model: nn.Module, make: ParamGroups | None) -> list[Any]:
+def groups_of(model: nn.Module, make: ParamGroups | None, *, quiet: bool = False) -> list[Any]:
     """Return what the optimizer is made of: the parameters that require gradients, or the groups that `make` puts them in.
+
+    A group without parameters is logged as a warning, unless `quiet`: names may not fit the model.
 
     Raises:
         SettingError: the groups lack one of these parameters, hold one twice, or hold something else.
@@ -32,7 +51,9 @@ def groups_of(model: nn.Module, make: ParamGroups | None) -> list[Any]:
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if make is None:
         return [parameter for _, parameter in named]
-    groups = make(named)
+    known = float_names(model)
+    named = [(known[name], parameter) for name, parameter in named]
+    groups = make(list(named))
     try:
         groups = [{**group, "params": list(group["params"])} for group in groups]
         held = Counter(id(parameter) for group in groups for parameter in group["params"])
@@ -48,4 +69,43 @@ def groups_of(model: nn.Module, make: ParamGroups | None) -> list[Any]:
         )
     if len(held) != len(named):
         raise SettingError("Train(param_groups=...): its groups hold tensors that it was not given")
+    empty = [number for number, group in enumerate(groups, 1) if not group["params"]]
+    if empty and not quiet:
+        log.warning(
+            "Train(param_groups=...): group %d of %d has no parameter; do the names fit the model?", empty[0], len(groups)
+        )
     return groups
+
+
+def check_sparse_gradients(model: nn.Module, optimizer: Callable[..., Any] | torch.optim.Optimizer) -> None:
+    """Raise SettingError where an optimizer of torch does not take the gradients of the model: sparse ones, or dense ones.
+
+    optimizer: an instance, a class, or a partial of a class; nothing is known of other functions.
+    """
+    made = optimizer.func if isinstance(optimizer, partial) else optimizer
+    kind = type(made) if isinstance(made, torch.optim.Optimizer) else made
+    sparse = _sparse_embeddings(model)
+    if sparse and any(kind is vars(torch.optim).get(name) for name in DENSE_ALONE):
+        raise SettingError(
+            f"Train(optimizer=...): {kind.__name__} takes no sparse gradients, as {sparse[0]} has by sparse=True; set"
+            f" sparse=False there, or {TAKE_BOTH}"
+        )
+    dense = [n for n, p in model.named_parameters() if p.requires_grad and n.rpartition(".")[0] not in sparse]
+    if kind is torch.optim.SparseAdam and dense:
+        raise SettingError(f"Train(optimizer=...): SparseAdam takes no dense gradients, as {dense[0]} has; {TAKE_BOTH}")
+
+
+def _sparse_embeddings(model: nn.Module) -> list[str]:
+    """Names of the embeddings with sparse gradients; a weight that another module reads, too, has a dense one."""
+    owners = parameter_owners(model)
+    embeddings = ((name, m) for name, m in model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse)
+    return [name for name, m in embeddings if m.weight.requires_grad and len(owners.get(id(m.weight), ())) == 1]
+
+
+def raise_failed_step(error: BaseException, optimizer: torch.optim.Optimizer, where: str) -> NoReturn:
+    """Raise TrainingError, which begins with `where`, for what an optimizer says of its step; other errors as they are."""
+    raise_if_worker_died(error, where)
+    if isinstance(error, CompressError) or is_peer_failure(error):
+        raise error
+    remedy = f"; {TAKE_BOTH}" if "sparse gradients" in str(error) or "dense gradients" in str(error) else ""
+    raise TrainingError(f"{where}: {type(optimizer).__name__} cannot make its step: {first_line(error)}{remedy}") from error

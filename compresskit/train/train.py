@@ -33,21 +33,23 @@ from compresskit.base.task import Task, check_is_task
 from compresskit.graph.masks import enforce_masks_
 from compresskit.graph.quantized import quantized_parts
 from compresskit.graph.surgery import check_is_module
+from compresskit.graph.tracing import no_autocast
 from compresskit.mixed.channels_last import channels_last_weights
 from compresskit.mixed.checks import check_backend, check_clip, check_start_dtypes, requires_closure
 from compresskit.mixed.compiled_model import compiled_model
+from compresskit.mixed.formats.casts import kept_fp32
 from compresskit.mixed.formats.levels import require_policy
 from compresskit.mixed.formats.parallel import is_sharded
 from compresskit.mixed.step.masters import check_not_in_run, widen_
 from compresskit.train.callbacks import Callbacks, as_callbacks
 from compresskit.train.cursor import naming_dead_workers
 from compresskit.train.learning_rates import LearningRates
-from compresskit.train.length import Length
+from compresskit.train.length import Length, check_last_row
 from compresskit.train.loop import Hook, TrainingLoop, TrainingResult, align_processes_
 from compresskit.train.lr import AnySchedule, Cosine, as_schedule, check_lr_schedule
 from compresskit.train.modes import remember_modes_, train_mode_
 from compresskit.train.objective import bind_objective, check_losses_are_fixed
-from compresskit.train.param_groups import ParamGroups, groups_of
+from compresskit.train.param_groups import ParamGroups, check_sparse_gradients, groups_of
 from compresskit.train.snapshots import fill_snapshots_
 from compresskit.train.validation import Validation
 
@@ -66,7 +68,7 @@ class Train(Stage):
         steps: optimizer steps, in place of epochs.
         optimizer: `(parameters) -> torch optimizer`, such as `partial(torch.optim.SGD, lr=0.1, momentum=0.9)`.
         param_groups: `([(name, parameter), ...]) -> param groups`, which the optimizer gets in place of the parameters, such as
-            `no_decay_on_vectors` of `compresskit.train.param_groups`.
+            `no_decay_on_vectors` of `compresskit.train.param_groups`. In QAT, too, the names are those of the float model.
         schedule: factor on the learning rate over the training, such as `lr.OneCycle()`, evaluated before every step; or one of
             torch's schedulers, `lr.EachEpoch(partial(torch.optim.lr_scheduler.StepLR, step_size=30))`.
         precision: number formats of the training, a policy such as `mixed.AMP_BF16`.
@@ -172,6 +174,19 @@ class Train(Stage):
         """False: it trains the incoming model."""
         return False
 
+    def check_fits(self, model: nn.Module, task: Task) -> None:
+        """Raise an error where settings do not fit the names and the layers of a float model, which is not changed.
+
+        Raises:
+            ModelError: `Policy(keep_fp32=...)` names what the model does not have. SettingError: of `param_groups`, or of an
+                optimizer that does not take sparse gradients.
+        """
+        if not self.starts_from_trained:  # the graph of a quantized model may read an embedding in another way
+            check_sparse_gradients(model, self.optimizer)
+        if self.precision.param_dtype is not None:
+            kept_fp32(model, self.precision)
+        groups_of(model, self.param_groups, quiet=True)
+
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         check_is_module(model, "Train")
         check_is_task(task, "Train")
@@ -200,7 +215,7 @@ def fit_(
     Args:
         model: the model; at least one parameter requires a gradient.
         task: has the data and the loss.
-        settings: of the training.
+        settings: of the training. Its `precision` says in what it computes, whatever torch.autocast the caller is in.
         objective: is minimised in place of `settings.objective`.
         after_step: called as `hook(step, steps)` after every optimizer step.
         setup: called as `setup(run, steps)` before the first step; the function that it returns is called after the last.
@@ -210,18 +225,18 @@ def fit_(
     Raises:
         TrainingError: a loss is not finite, or cannot be computed.
         ModelError: the model has no trainable parameter. SettingError: `settings` is no `Train`, or `task` no `Task`.
-        DataError: the loader fails, or changes its length.
+        DataError: the loader fails, or changes its length, or its last batch is one row, of which BatchNorm has no statistics.
         Interrupted: a signal stopped the training after it wrote a checkpoint.
     """
     _begin_(model, task, settings)
-    _check_start_(model, task, settings, objective or settings.objective)
+    _check_start_(model, task, settings, objective or settings.objective, hooked=setup is not None or bool(after_step))
     training = None if task.progress is None else task.progress.training(label)
     align_processes_(model)
     result = TrainingResult(model=model, task=task, resumables=resumables)
     if training is not None and (finished := training.finished()) is not None:
         result.restore_(finished)
         return model.eval()
-    with naming_dead_workers(label), torch.enable_grad():
+    with naming_dead_workers(label), torch.enable_grad(), no_autocast():  # the precision is a setting
         _train_(
             model,
             task,
@@ -267,7 +282,7 @@ def _train_(
         run = _mixed_run(model, settings)  # after binding, since an objective may add parameters to the model
         cleanup.callback(run.finish)
         finish_setup = None if setup is None else setup(run, steps)  # may attach masks
-        cleanup.callback(enforce_masks_(model, run))
+        cleanup.callback(enforce_masks_(model, run, quiet=True))
         if finish_setup is not None:
             cleanup.callback(finish_setup)
         train_mode_(model, label)
@@ -320,7 +335,9 @@ def _begin_(model: Any, task: Any, settings: Any) -> None:
     remember_modes_(model)
 
 
-def _check_start_(model: nn.Module, task: Task, settings: Train, objective: Objective | LossFunction | None) -> None:
+def _check_start_(
+    model: nn.Module, task: Task, settings: Train, objective: Objective | LossFunction | None, *, hooked: bool
+) -> None:
     """Refuse what no training can begin with, and bring a half model to fp32 where its masters would be made of it.
 
     An objective may run the model when it is bound, or copy it, before it is prepared.
@@ -332,6 +349,8 @@ def _check_start_(model: nn.Module, task: Task, settings: Train, objective: Obje
     _check_trainable(model, task)
     reads = objective is None or (isinstance(objective, Objective) and objective.reads_target)
     check_losses_are_fixed(objective, task, reads_task_loss=reads, model=model)
+    if objective is None and type(settings) is Train and not hooked:  # hooks, and other stages, may freeze statistics before it
+        check_last_row(model, task, settings.length(task), "train")
     check_not_in_run(model)
     check_start_dtypes(model, settings.precision)
     if settings.precision.param_dtype is not None and not is_sharded(model):
@@ -416,4 +435,5 @@ def _mixed_run(model: nn.Module, settings: Train) -> mixed.Run:
         ) from error
     if isinstance(optimizer, torch.optim.Optimizer) and requires_closure(optimizer):
         refuse_optimizer_with_closure(type(optimizer).__name__, "Train")
+    check_sparse_gradients(model, optimizer)
     return mixed.prepare(model, optimizer, settings.precision, clip=settings.clip, flat=settings.flat, backend=settings.backend)

@@ -264,3 +264,109 @@ def test_padding_behind_the_longest_row_is_refused_where_it_counts(tmp_path) -> 
         ck.ModelError, match=r"; pad the example to its longest row alone, or set pad_packed_sequence\(total_length=\)"
     ):
         capture(model, (x, torch.tensor([2, 2, 2])))
+
+
+class Full(nn.Module):
+    """Of sentences whose lengths are found in different ways, the last states beside the mean of all words."""
+
+    def __init__(self, lengths: str, *, mean: bool) -> None:
+        super().__init__()
+        self.found, self.mean = lengths, mean
+        self.words, self.cells = nn.Embedding(50, 8, padding_idx=3), nn.GRU(8, 6, batch_first=True)
+
+    def lengths(self, ids: Tensor, *given: Tensor) -> Tensor:
+        match self.found:
+            case "given":
+                return given[0]
+            case "fractions":
+                return (given[0] * ids.shape[1]).round().long()
+            case "a mask":
+                return given[0].sum(1)
+            case "a mask of padding":
+                return (~given[0]).sum(1)
+            case "padding":
+                return (ids != 3).sum(1)
+            case "seven":
+                return (ids != 7).sum(1)
+            case _:
+                return torch.full((ids.shape[0],), ids.shape[1])
+
+    def forward(self, ids: Tensor, *given: Tensor) -> Tensor:
+        packed = pack_padded_sequence(self.words(ids), self.lengths(ids, *given), batch_first=True, enforce_sorted=False)
+        outputs, states = self.cells(packed)
+        return torch.cat([states[0], outputs.data.mean(0).expand_as(states[0])], 1) if self.mean else states[0]
+
+
+FULL = torch.full((4,), 9)
+GIVEN = {
+    "given": (FULL,),
+    "fractions": (torch.ones(4),),
+    "a mask": (torch.ones(4, 9, dtype=torch.long),),
+    "a mask of padding": (torch.zeros(4, 9, dtype=torch.bool),),
+    "padding": (),
+}
+
+
+@pytest.mark.parametrize("lengths", GIVEN)
+@pytest.mark.parametrize("dynamic", [(0, 1), ()])
+def test_an_example_whose_rows_are_all_full_hides_no_padding_that_counts(lengths, dynamic) -> None:
+    torch.manual_seed(0)
+    example = (torch.randint(8, 50, (4, 9)), *GIVEN[lengths])
+    with pytest.raises(ck.ModelError, match="where padding counts: where rows of the example are shorter the graph of"):
+        capture(Full(lengths, mean=True).eval(), example, dynamic=dynamic)
+    model = Full(lengths, mean=False).eval()
+    torch.testing.assert_close(capture(model, example, dynamic=dynamic).module(*example), model(*example))
+
+
+def test_sorted_rows_that_are_all_full_are_made_shorter_in_order() -> None:
+    torch.manual_seed(0)
+    model, x = Whole("mean of data").eval(), torch.randn(3, 4, 5)
+    with pytest.raises(ck.ModelError, match="where rows of the example are shorter"):
+        capture(model, (x, torch.tensor([4, 4, 4])))
+    two = Reader(**KINDS["in order"]).eval()
+    example = (torch.randint(1, 50, (3, 4)), torch.tensor([4, 4, 4]))
+    torch.testing.assert_close(capture(two, example).module(*example), two(*example))
+
+
+def test_rows_that_cannot_be_made_shorter_are_told_of() -> None:
+    torch.manual_seed(0)
+    ids = torch.randint(8, 50, (4, 9))
+    with pytest.warns(UserWarning, match="Full packs a batch of which no row has padding in the example: .* different lengths"):
+        capture(Full("seven", mean=True).eval(), ids)
+    ids[1, 5:] = 7
+    with pytest.raises(ck.ModelError, match="where padding counts: on the example"):
+        capture(Full("seven", mean=True).eval(), ids)
+    model = Full("constant", mean=True).eval()  # no row is ever shorter
+    torch.testing.assert_close(capture(model, ids).module(ids), model(ids))
+
+
+class FirstState(nn.Module):
+    """Layers whose first state is zeros into which something is written, before or after they run."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.cells, self.first = how, nn.GRU(5, 6, 2, batch_first=True), nn.Linear(5, 6)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        state, first = torch.zeros(2, len(x) if self.how == "len" else x.shape[0], 6), self.first(x[:, 0])
+        if self.how == "an entry":
+            state[0] = first
+        elif self.how == "a view":
+            state[1].copy_(first)
+        elif self.how == "in place":
+            state.add_(first)
+        _, last = self.cells(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False), state)
+        if self.how == "afterwards":
+            state[0] = first
+        return last[-1] + state.sum(0)
+
+
+@pytest.mark.parametrize("how", ["an entry", "a view", "in place", "afterwards", "len"])
+def test_a_first_state_is_what_was_written_into_its_zeros(how) -> None:
+    """`len(x)` is a size that varies, as it is for models that pack nothing."""
+    torch.manual_seed(0)
+    model, x = FirstState(how).eval(), torch.randn(4, 7, 5)
+    captured = capture(model, (x, torch.tensor([7, 3, 2, 5])), dynamic=(0, 1)).module
+    for example in ((x, torch.tensor([7, 3, 2, 5])), (x[:3, :6], torch.tensor([1, 6, 2]))):
+        torch.testing.assert_close(captured(*example), model(*example))
+    assert "len" not in globals()

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from networks import build, hooked_modules
 from torch import nn
 
-from compresskit.base.errors import ModelError
+from compresskit.base.errors import ModelError, SettingError
 from compresskit.graph.taps import find_taps, tapped, watched
 
 
@@ -55,6 +55,8 @@ def test_globs_match_within_a_part_of_the_name() -> None:
     assert find_taps(model, "b.1") == ["b.1"]
     with pytest.raises(ModelError, match=r"tap 'heat': Chain has no such module; the nearest are \['head'"):
         find_taps(model, "heat")
+    with pytest.raises(SettingError, match="tap 3: wanted the name of a module, a text, got int"):
+        find_taps(model, 3)
 
 
 def test_watched_sees_every_call_with_all_arguments() -> None:

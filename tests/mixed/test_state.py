@@ -258,3 +258,12 @@ def test_going_back_to_a_state_drops_the_gradients_that_wait(policy) -> None:
     run.load_state_dict(state)
     go(run, range(3, 4))
     same(run.state_dict(), wanted)
+
+
+def test_a_state_has_what_was_written_through_data() -> None:
+    """Every value is compared for it, not only those that each step samples; the others keep all digits of their masters."""
+    model = nn.Linear(256, 1, bias=False)
+    run = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), mixed.MASTER_BF16)
+    wanted = run.named_masters()["weight"].clone()
+    wanted[0, 1] = model.weight.data[0, 1] = 3.0
+    assert torch.equal(run.state_dict()["weights"]["weight"], wanted)

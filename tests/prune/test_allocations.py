@@ -99,3 +99,14 @@ def test_measured_losses_count_on_the_lower_hull_of_a_curve_that_does_not_fall(c
     weights = {"a": torch.zeros(100), "b": torch.zeros(100)}
     ratios = measured_ratios({"a": curve, "b": {0.0: 1.0, 0.9: 1.0 + 0.9 * slope}})(weights, ratio)
     assert (ratios["a"], ratios["b"]) == pytest.approx(wanted)
+
+
+def test_a_rise_of_the_loss_counts_for_each_weight_that_it_removes() -> None:
+    """The large layer loses twice as much, and ten times as many weights go for it."""
+    weights = {"large": torch.zeros(1000), "small": torch.zeros(100)}
+    allocate = measured_ratios({"large": {0.0: 0.0, 0.9: 2.0}, "small": {0.0: 0.0, 0.9: 1.0}})
+    assert allocate(weights, 0.5) == {"large": pytest.approx(0.55), "small": 0.0}
+
+
+def test_what_is_missing_goes_where_most_was_rounded_off() -> None:
+    assert counts({"a": 0.21, "b": 0.28, "c": 0.51}, dict.fromkeys("abc", 10)) == {"a": 2, "b": 3, "c": 5}

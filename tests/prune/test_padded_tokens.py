@@ -9,12 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from networks import padded_tokens
+from pruned import assert_equals_zeroed
+from torch import Tensor, nn
 
 import compresskit as ck
 from compresskit.distill import Teacher
 from compresskit.prune import criteria
 from compresskit.prune.depth import Depth, costs, narrow
 from compresskit.prune.low_rank import LowRank
+from compresskit.prune.structure.plan import Plan
 
 STAGES = {
     "channels": ck.Prune(budget=ck.keep(macs=0.8)),
@@ -73,3 +76,64 @@ def test_a_recipe_prunes_and_quantizes_it(tmp_path) -> None:
 def test_a_teacher_gives_what_its_layers_compute_at_padded_positions() -> None:
     model, inputs = networks.PaddedEncoder().eval(), padded_tokens(4, 10)
     torch.testing.assert_close(Teacher(model).predictions(inputs, tokens_task()), model(*inputs))  # with gradients: all layers
+
+
+class Emptied(nn.Module):
+    """A residual stream in which code writes a number over padded tokens, as Wav2Vec2's encoder does."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.enter, self.up, self.down, self.head = nn.Linear(6, 16), nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(16, 5)
+        self.register_buffer("first", torch.arange(16) < 3)
+
+    def forward(self, x: Tensor, valid: Tensor) -> Tensor:
+        y = self.enter(x)
+        match self.how:
+            case "rows":
+                y[~valid] = 0
+            case "repeated":
+                y[~valid.unsqueeze(-1).repeat(1, 1, y.shape[2])] = 0
+            case "expanded":
+                y[~valid[..., None].expand_as(y)] = 1.5
+            case "numbers":
+                y[torch.tensor([0, 1]), 2] = -1
+            case "by value":
+                y[y < 0] = 0
+            case "a width in code":
+                y[~valid.unsqueeze(-1).repeat(1, 1, 16)] = 0
+            case "channels":
+                y[valid.unsqueeze(-1).repeat(1, 1, y.shape[2]) & (torch.arange(y.shape[2]) > 3)] = 0
+            case "stored":
+                y[:, :, self.first] = 0
+        return self.head(y + self.down(self.up(y).relu()))
+
+
+def emptied(how: str, macs: float) -> tuple[Emptied, tuple[Tensor, Tensor], Plan]:
+    """The model, its inputs, and a plan of its channels."""
+    torch.manual_seed(0)
+    model, inputs = Emptied(how).eval(), (torch.randn(4, 7, 6), torch.arange(7) < torch.tensor([7, 3, 2, 5])[:, None])
+    return model, inputs, ck.prune.plan_channels(model, inputs, ck.keep(macs=macs), round_to=1)
+
+
+@pytest.mark.parametrize("how", ["rows", "repeated", "expanded", "numbers", "by value"])
+def test_a_number_written_over_tokens_locks_no_channels(how) -> None:
+    model, inputs, plan = emptied(how, macs=0.3)
+    assert plan.remove["enter.weight"][0]
+    assert plan.remove["head.weight"][1]
+    assert [*plan.locked] == ["an output of the model"]
+    assert_equals_zeroed(model, plan, inputs)
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("a width in code", "index_put in the model with a value of a size written in the code"),
+        ("channels", "cannot be cut, by index_put in the model"),
+        ("stored", "overwritten by index_put in the model"),
+    ],
+)
+def test_a_number_written_over_some_channels_locks_them(how, reason) -> None:
+    model, inputs, plan = emptied(how, macs=0.7)
+    assert any(reason in locked for locked in plan.locked), plan.locked
+    assert_equals_zeroed(model, plan, inputs)

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import compresskit as ck
-from compresskit.base.fingerprint import describe_task
+from compresskit.base.fingerprint import Description, describe_task
 from compresskit.recipe.dependencies import Dependencies, describe_model, describe_stages, shows_training
 
 X, Y = torch.randn(64, 8, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 4
@@ -324,6 +324,24 @@ def test_what_is_frozen_counts_where_something_is(trained) -> None:
     assert len(set(found)) == 4
     frozen[0].requires_grad_(True)
     assert json.dumps(describe_model(frozen, trained=trained).record) == found[0]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_part_that_came_in_eval_mode_counts(trained) -> None:
+    """BatchNorm that a user froze trains otherwise than one that follows its batches."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).train()
+    before = describe_model(model, trained=trained).record
+    model[1].eval()
+    assert describe_model(model, trained=trained).record != before
+
+
+def test_what_cannot_be_described_of_a_stages_own_task_runs_it_and_all_after_it_again() -> None:
+    plain = Description({}, ())
+    own = {1: {"train": Description({}, ("own.train",))}}
+    parts = Dependencies(stages=(plain,) * 3, task={"val": plain}, model=plain, settings={}, own=own)
+    first, second = parts.keys(), parts.keys()
+    assert [a[0] == b[0] for a, b in zip(first, second, strict=True)] == [True, False, False]
+    assert [unknown for _, unknown in first] == [(), ("own.train",), ("own.train",)]
 
 
 def test_frozen_layers_of_a_student_count_and_of_a_teacher_do_not() -> None:

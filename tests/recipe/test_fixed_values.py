@@ -88,7 +88,7 @@ def test_a_run_of_an_earlier_version_is_reused(tmp_path) -> None:
     assert record["start"]["fixed"].keys() == {"features", "mean", "scale"}
     write_json(out / "recipe.json", {name: value for name, value in record.items() if name != "start"})
     row = read_json(out / "1-train" / "row.json", "a row")
-    (_, ((key, _),)) = RECIPE._record_and_keys(drawn(0, torch.ones(6, 8)), TASK, {}, out)
+    (_, ((key, _),)) = RECIPE._record_and_keys(drawn(0, torch.ones(6, 8)), RECIPE._described(TASK, {}), out)
     assert key != row["key"]
     write_json(out / "1-train" / "row.json", row | {"key": key})
     before = (out / "recipe.json").read_bytes()

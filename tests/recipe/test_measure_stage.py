@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import networks
@@ -10,12 +11,14 @@ import short_run
 import torch
 from networks import images_task
 from row_networks import GRAPH_DIMS, MASKED_DIMS, Frames, Graph, Masked, TimeFirst, graph_inputs, masked_inputs
+from torch import nn
 from torch.nn import functional as F
 
 import compresskit as ck
 from compresskit.base.errors import (
     ExportError,
 )
+from compresskit.measure import session
 from compresskit.recipe import engine, measure_stage
 
 
@@ -124,3 +127,45 @@ def test_a_sample_of_a_network_with_time_first_is_all_its_steps(dims, tmp_path, 
     one = 9 * 3 * 32 * (6 + 32) + 32 * 3  # steps of three gates, and the last layer
     assert [row.macs for row in result.rows] == [one, one]
     assert [tuple(value.shape) for value in timed] == [(9, 1, 6)]
+
+
+class Recurrent(nn.Module):
+    """An LSTM and a head behind each of its steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.LSTM(8, 12, batch_first=True), nn.Linear(12, 3)
+
+    def forward(self, x):
+        return self.head(self.layer(x)[0])
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def size(outputs, target) -> float:
+    return float(outputs.double().abs().mean())
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("compared", [None, 4])
+def test_a_metric_does_not_depend_on_the_threads_of_this_machine(compared, tmp_path) -> None:
+    """Each thread of ONNX Runtime's quantized LSTM rounds its part of a batch by a range of its own."""
+    x = torch.randn(32, 6, 8)
+    x[-1] *= 100
+    task = ck.Task(val=[(x, torch.zeros(32, 6, 3))], metric=size)
+    model = ck.quant.quantize_dynamic(Recurrent().eval(), x)
+    row = measure_stage.measure_stage(model, task, tmp_path, settings={}, seconds=0, export=True, compared=compared)
+
+    def run(threads: int) -> float:
+        opened = session(tmp_path / "model.onnx", threads=threads)
+        (outputs,) = opened.run(None, {opened.get_inputs()[0].name: x.numpy()})
+        return size(torch.from_numpy(outputs), None)
+
+    assert run(1) != run(2)
+    assert row.metric == run(1)

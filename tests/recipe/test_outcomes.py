@@ -16,7 +16,7 @@ import compresskit as ck
 from compresskit.measure import numpy_inputs, session
 from compresskit.recipe import outcomes
 from compresskit.recipe.measure_stage import measure_stage
-from compresskit.recipe.outcomes import Outcomes, measure_outcomes
+from compresskit.recipe.outcomes import Outcomes, OutcomesOf, measure_outcomes
 from compresskit.recipe.page.statistics import bootstrap_interval
 
 
@@ -173,3 +173,17 @@ def test_a_file_is_proved_and_measured_in_one_pass_over_the_data(tmp_path) -> No
     file = session(tmp_path / "stage" / "model.onnx")
     right = [torch.from_numpy(file.run(None, numpy_inputs(file, (x,)))[1]).argmax(1) == y for x, y in loader.batches]
     assert report.metric == pytest.approx(torch.cat(right).float().mean().item())
+
+
+def of_a_rare_class(predictions, target):
+    """The share of the rare class that is found; nan of a draw without it."""
+    rare = target == 1
+    return float((predictions.argmax(1)[rare] == 1).float().mean()) if rare.any() else math.nan
+
+
+def test_a_metric_that_some_draws_have_not_has_no_interval() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(32, 2), (torch.arange(32) == 5).long()
+    found = OutcomesOf(ck.Task(train=[(x, y)], val=[(x, y)], metric=of_a_rare_class, higher_is_better=True))
+    found.add(x, y)
+    assert (found.outcomes().samples, found.outcomes().resampled) == (0, ())

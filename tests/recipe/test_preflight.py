@@ -148,6 +148,36 @@ def test_frozen_statistics_take_a_last_batch_of_one_row() -> None:
     preflight_check(model, ck.Task(train=data, val=data), [ck.Train(epochs=1)])
 
 
+@pytest.mark.parametrize("kind", ["a loader", "a list"])
+def test_a_last_batch_of_one_row_is_refused_before_a_qat(kind, tmp_path) -> None:
+    """The statistics of the first epoch are not frozen yet, and modules that were given in eval mode are trained."""
+    seen = []
+    whole, one = (ck.Task(train=rows(count, 16)[kind], val=rows(count, 16)[kind]) for count in (64, 65))
+    model = normed().train()
+    model[1].eval()
+    stages = ck.Train(steps=1, on_step=seen.append), ck.QAT(epochs=3)
+    with pytest.raises(DataError, match="stage 2, QAT: the last batch of the training data has one row, of which BatchNorm"):
+        ck.Recipe(*stages).run(model, whole, tmp_path / "run", tasks=(None, one))
+    assert not seen
+
+
+@pytest.mark.parametrize(
+    ("model", "qat"),
+    [
+        (normed(), ck.QAT(epochs=3, freeze=0.0)),
+        (normed(), ck.QAT(epochs=1)),  # frozen after 4 of 5 steps
+        (normed(), ck.QAT(steps=4)),
+        (nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 4)), ck.QAT(epochs=3)),  # behind no layer: a constant
+    ],
+    ids=["frozen at the start", "frozen before it", "fewer steps", "constant"],
+)
+def test_a_last_batch_of_one_row_is_taken_where_a_qat_needs_no_statistics_of_it(model, qat) -> None:
+    data = rows(65, 16)["a list"]
+    task = ck.Task(train=data, val=data)
+    preflight_check(model, task, [qat])
+    assert torch.isfinite(qat(copy.deepcopy(model), task).eval()(data[0][0])).all()
+
+
 class Grown(nn.Linear):
     """Writes a buffer and an attribute in every run."""
 
@@ -365,6 +395,18 @@ def test_calibration_data_that_cannot_be_used_are_refused_before_training(calibr
         recipe.run(pooled(), task, tmp_path / "run")
     assert not seen
     preflight_check(pooled(), task, [ck.Train(epochs=1)])  # which reads none of them
+
+
+@pytest.mark.parametrize("stage", [ck.StaticQuant(), ck.Prune(budget=ck.keep(macs=0.5)), ck.quant.qat.Ternarize(finetune=None)])
+def test_nan_in_any_batch_of_a_list_is_refused_before_training(stage, tmp_path) -> None:
+    seen, data = [], pictures(FIRST)
+    calibration = [*pictures(FIRST, FIRST), *((holed(x), y) for x, y in pictures(FIRST))]
+    recipe = ck.Recipe(ck.Train(epochs=1, on_step=seen.append), stage)
+    with pytest.raises(
+        DataError, match=f"^stage 2, {type(stage).__name__}: batch 3 of the calibration data: values of input are nan"
+    ):
+        recipe.run(pooled(), ck.Task(train=data, val=data, calibration=calibration), tmp_path / "run")
+    assert not seen
 
 
 def test_values_that_are_missing_and_that_the_model_fills_calibrate_it() -> None:

@@ -129,3 +129,28 @@ def test_the_result_keeps_its_settings_to_itself_where_asked(tmp_path) -> None:
     assert (out / "model.onnx").read_bytes() == told
     with pytest.raises(SettingError, match=r"Recipe\(metadata=...\): wanted True or False, got 'no'"):
         ck.Recipe(ck.Train(epochs=1), metadata="no")
+
+
+class Counting:
+    """A loss that counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, predictions, target):
+        self.calls += 1
+        return F.cross_entropy(predictions, target)
+
+
+def test_a_plan_reuses_what_a_run_does_where_a_loss_or_the_data_remember(tmp_path) -> None:
+    """Both describe what was given, before the check of a run calls it."""
+
+    def task() -> ck.Task:
+        loss, kept = Counting(), []
+        data = torch.utils.data.DataLoader(BATCHES, batch_size=None, collate_fn=lambda batch: kept.append(0) or batch)
+        return ck.Task(train=data, val=BATCHES, loss=loss)
+
+    recipe = ck.Recipe(ck.Train(epochs=1), export="last")
+    recipe.run(nn.Linear(8, 4), task(), tmp_path / "run")
+    plan = recipe.plan(nn.Linear(8, 4), task(), tmp_path / "run")
+    assert [(stage.action, stage.why) for stage in plan.stages] == [("reuse", "done, from other new weights")]

@@ -19,6 +19,7 @@ import compresskit as ck
 from compresskit import prune
 from compresskit.base.errors import CheckpointError, ModelError, SettingError
 from compresskit.graph.masks import masks_of
+from compresskit.recipe.store import _outside
 
 
 def test_models_load_from_the_folder_of_a_stage(finished_run) -> None:
@@ -431,3 +432,8 @@ def test_swapped_arguments_are_refused(tmp_path) -> None:
         ck.load(tmp_path / "model", narrow(4))
     with pytest.raises(ModelError, match=r"load: wanted a torch\.nn\.Module as the model, got NoneType"):
         ck.load(None, tmp_path / "model")
+
+
+def test_a_module_whose_name_begins_as_that_of_a_part_is_not_in_it() -> None:
+    tensors = {"head.weight": 1, "header.weight": 2, "head": 3, "ahead.head": 4}
+    assert _outside(tensors, ["head"]) == {"header.weight": 2, "ahead.head": 4}

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import errno
 import importlib
+import os
+import re
 import runpy
 from dataclasses import replace
 from functools import partial
@@ -13,14 +16,16 @@ import pytest
 import torch
 from convolution_runs import Narrow
 from residual import ResNet
+from torch.nn import functional as F
 
 import compresskit as ck
 from compresskit.base.files import read_json
 from compresskit.cli import main
 from compresskit.export.files import read_metadata
 from compresskit.prune.depth.merging import saved_macs
-from compresskit.search.candidate import Candidate, Removable
+from compresskit.search.candidate import Candidate, Removable, at_lower_rates
 from compresskit.search.figures import Figures
+from compresskit.search.finals.training import with_objective
 from compresskit.search.proxy import Workshop
 from compresskit.search.script.source import SourceWriter
 from compresskit.search.study import candidate_of, first_candidates, import_optuna
@@ -120,6 +125,35 @@ def test_a_full_disk_is_no_fault_of_a_candidate(model, task, tmp_path, monkeypat
     assert not list((tmp_path / "s" / "candidates").rglob("figures.json"))
 
 
+def test_a_file_for_which_there_is_no_room_is_no_fault_of_a_candidate(model, task, tmp_path, monkeypatch) -> None:
+    room = os.fsync
+
+    def full(handle) -> None:
+        if "/candidates/" in os.readlink(f"/proc/self/fd/{handle}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        room(handle)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ck.CompressError, match="model.onnx: the disk is full; make room and run the same command again") as told:
+        ck.compress(model, task, ck.at_most(bytes="0.5x"), out=tmp_path / "s", **QUICK)
+    assert isinstance(told.value, ck.ExportError)
+    assert not list((tmp_path / "s" / "candidates").rglob("figures.json"))
+    monkeypatch.setattr(os, "fsync", room)
+    found = ck.compress(model, task, ck.at_most(bytes="0.5x"), out=tmp_path / "s", **QUICK)
+    assert not any(t.failure for t in found.tried)
+
+
+@pytest.mark.parametrize("asked", [{"bytes": 1}, {"bytes": 1, "macs": "0.9x"}], ids=str)
+def test_the_nearest_budget_is_met_when_it_is_asked_for(asked, model, task, tmp_path) -> None:
+    """The file of a run tells of its stage and its proof in other words, of other lengths, than that of its candidate."""
+    settings = {"out": tmp_path / "s", **QUICK}
+    with pytest.raises(ck.ModelError) as told:
+        ck.compress(model, task, ck.at_most(**asked), **settings)
+    nearest = re.search(r"the nearest that can is (at_most\(.*?\)); ask for that", str(told.value))[1]
+    found = ck.compress(model, task, eval(nearest, vars(ck)), **settings)
+    assert found.figures.bytes != found.chosen.figures.bytes
+
+
 def test_a_candidate_that_cannot_be_made_is_named(model, task, tmp_path, monkeypatch) -> None:
     def measured(self, candidate, *rest):
         raise ck.ModelError("it cannot be cut")
@@ -183,6 +217,12 @@ def test_optuna_is_named_where_it_is_missing(monkeypatch) -> None:
         import_optuna()
 
 
+def rates(stage) -> tuple[type, float]:
+    """The optimizer that a stage trains with, and its learning rate."""
+    made = stage.optimizer([torch.nn.Parameter(torch.zeros(1))])
+    return type(made), made.param_groups[0]["lr"]
+
+
 def test_the_stages_of_a_candidate() -> None:
     train = ck.Train(steps=8, optimizer=partial(torch.optim.SGD, lr=0.1))
     candidate = Candidate(blocks=1, macs=0.5, rank=0.6)
@@ -190,7 +230,7 @@ def test_the_stages_of_a_candidate() -> None:
     assert [type(stage).__name__ for stage in stages] == ["Depth", "Prune", "LowRank", "QAT"]
     assert stages[0].blocks == ("a",)
     assert stages[2].finetune.steps == 6
-    assert (stages[3].steps, stages[3].optimizer.keywords) == (2, {"lr": 2e-3, "momentum": 0.9})
+    assert (stages[3].steps, rates(stages[3])) == (2, (torch.optim.SGD, pytest.approx(0.01)))
     assert stages[3].bits == ck.quant.Bits()
     written = [SourceWriter().source(stage, "here") for stage in stages]
     assert written[0] == "ck.prune.depth.Depth(blocks=('a',), repair=7)"
@@ -207,7 +247,7 @@ def test_a_cut_network_with_weights_of_4_bits_is_trained_with_rounding_from_the_
     qat = Candidate(macs=0.5, bits="int4").stages(order=Removable(), samples=7, train=best)[-1]
     assert (qat.keep_best, qat.patience, qat.clip, qat.compile) == (True, 3, 1.0, False)  # it cannot be compiled
     whole = Candidate(bits="int4").stages(order=Removable(), samples=7, train=train)[-1]
-    assert whole.optimizer.keywords["lr"] == 2e-3  # which stays where it was
+    assert rates(whole)[1] == pytest.approx(0.01)  # which stays where it was
     named = replace(train, param_groups=ck.train.param_groups.no_decay_on_vectors)  # by names that rounding changes
     assert Candidate(macs=0.5, bits="int4").stages(order=Removable(), samples=7, train=named)[0].finetune.steps == 6
 
@@ -241,6 +281,42 @@ def test_the_rounded_part_of_a_training_is_trained_alike() -> None:
         assert alike.items() <= vars(training).items()
     own = Candidate(macs=0.5).stages(order=Removable(), samples=7, train=ck.Train(steps=8))[-1]
     assert (own.objective, own.freeze) == (None, 0.8)
+
+
+@pytest.mark.parametrize("candidate", [Candidate(), Candidate(macs=0.5)], ids=lambda candidate: candidate.name)
+def test_the_rounded_part_of_a_training_has_its_optimizer_at_lower_rates(candidate) -> None:
+    def rounded(**settings: object) -> ck.QAT:
+        return candidate.stages(order=Removable(), samples=7, train=ck.Train(steps=8, **settings))[-1]
+
+    given = rounded(optimizer=partial(torch.optim.Adam, lr=0.01), schedule=ck.lr.Constant())
+    assert rates(given) == (torch.optim.Adam, pytest.approx(0.001))
+    assert given.schedule == ck.lr.Constant()
+    assert rates(rounded()) == (torch.optim.AdamW, pytest.approx(1e-4))  # that of a Train that has none of its own
+    steps = rounded(schedule=ck.lr.EachEpoch(partial(torch.optim.lr_scheduler.StepLR, step_size=1)))
+    assert steps.schedule == ck.lr.Cosine()  # torch's may set rates of their own
+    named = rounded(optimizer=torch.optim.Muon, param_groups=ck.train.param_groups.no_decay_on_vectors)
+    assert rates(named) == (torch.optim.AdamW, pytest.approx(1e-4))  # which takes all parameters, not some groups alone
+    written, names = SourceWriter().source(given, "here"), {"ck": ck, "partial": partial, "at_lower_rates": at_lower_rates}
+    names["Adam"] = torch.optim.Adam
+    assert "optimizer=partial(at_lower_rates, partial(Adam, lr=0.01), 0.1)" in written
+    assert rates(eval(written, names)) == rates(given)
+
+
+def test_the_rounded_part_of_a_training_may_have_a_loss_of_any_unit() -> None:
+    """By SGD at some rate, which depends on the unit, targets in thousands end in values that are not finite."""
+    x = torch.randn(200, 8)
+    y = 1000 * x.sum(1, keepdim=True)
+    batches = list(zip(x.split(20), y.split(20), strict=True))
+    task = ck.Task(
+        train=batches, val=batches, loss=F.mse_loss, metric=lambda outputs, y: (outputs - y).abs().mean(), higher_is_better=False
+    )
+    train = ck.Train(epochs=4, optimizer=partial(torch.optim.Adam, lr=0.03))
+    network = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
+    model = ck.fit_(network, task, replace(train, epochs=20))
+    (qat,) = Candidate().stages(order=Removable(), samples=64, train=with_objective(train, model, task))
+    before = ck.evaluate(model, task)
+    rounded = qat(copy.deepcopy(model), replace(task, reference=model))
+    assert ck.evaluate(rounded, task) <= 1.2 * before
 
 
 def test_the_stages_of_a_balanced_candidate_are_placed_for_the_budget() -> None:

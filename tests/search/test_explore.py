@@ -63,6 +63,12 @@ def test_a_candidate_halfway_to_the_ceiling_is_proposed_until_none_is_left() -> 
     assert between(other | tried_of(m15=(0.4, 0.4)), {"latency": 1.0}) is None  # of another precision
 
 
+def test_the_candidate_above_loses_less_than_the_one_within() -> None:
+    """One that is nearer to the ceiling and loses more is no direction to go in."""
+    tried = tried_of(m30=(0.1, 0.8), m50=(0.2, 1.1), m90=(0.05, 1.5))
+    assert between(tried, {"latency": 1.0}) == Candidate(macs=0.6)
+
+
 def test_what_is_proposed_keeps_the_latency_when_it_is_measured_again() -> None:
     watch = Stopwatch(dense=Path("d"), milliseconds=4.0, noise=0.01, inputs=(), threads=1, seconds=1.0)
     assert watch.surely(1.03) == pytest.approx(1.0)

@@ -14,6 +14,7 @@ from formula import figures_by_formula
 
 import compresskit as ck
 from compresskit.base.task import MetricError, accuracy
+from compresskit.export.files import DiskError
 from compresskit.search.candidate import Candidate, Removable
 from compresskit.search.compress import _reason
 from compresskit.search.figures import Figures
@@ -119,6 +120,39 @@ def test_what_was_measured_since_and_is_better_is_run_too(minimise, finals, told
     assert finals.run([*candidates, worse], 1) is candidates[0]
     assert finals.run([*candidates, worse, better], 1) is better
     assert runs == [(WHOLE, True), (QUARTER, True)]
+
+
+def test_without_a_training_another_file_that_was_measured_within_the_ceilings_is_run(finals, told) -> None:
+    """Beyond the number of finalists, until one keeps them: what was measured on a part of the data may be over on all."""
+    files, runs = told
+    finals = replace(finals, train=None, ceilings={"bytes": float(CEILING), "drop": 0.1}, minimise="latency")
+    candidates = [tried(WHOLE, 0.0), tried(HALF, 0.05), tried(QUARTER, 0.1), tried(Candidate(macs=0.7), 0.4)]
+    files |= {(t.candidate, True): t.figures for t in candidates}
+    files |= {(WHOLE, True): figures(0.2), (HALF, True): ck.ExportError("it DISAGREES with its model")}
+    assert finals.run(candidates, 1) is candidates[2]
+    assert [candidate for candidate, _ in runs] == [WHOLE, HALF, QUARTER]
+    runs.clear()
+    files[QUARTER, True] = figures(0.2)
+    none = replace(finals, name="others")
+    assert none.run([tried(t.candidate, t.figures.drop) for t in candidates], 1) is None
+    assert [candidate for candidate, _ in runs] == [WHOLE, HALF, QUARTER]  # the last was over when it was measured
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_an_error_of_the_disk_rejects_no_finalist(trains, finals, told, tmp_path) -> None:
+    files, _ = told
+    finals, full = finals if trains else replace(finals, train=None), DiskError("the disk is full")
+    whole = tried(WHOLE, 0.0)
+    # The second is the file that a training is compared with which made it worse.
+    for made in ({True: full, False: figures(0.0)}, {True: figures(0.2), False: full})[: 1 + trains]:
+        files |= {(WHOLE, trained): outcome for trained, outcome in made.items()}
+        call = replace(finals, worker=Worker(tmp_path))
+        with call.worker.at_work(), pytest.raises(ck.ExportError, match="the disk is full"):
+            call.run([whole], 1)
+    files |= {(WHOLE, True): figures(0.2), (WHOLE, False): figures(0.0)}
+    assert finals.run([whole], 1) is whole
+    assert not whole.failed
+    assert whole.untrained is trains
 
 
 def test_of_two_files_of_a_finalist_that_which_keeps_the_ceilings_is_the_better_one(finals, told) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 import compresskit as ck
+from compresskit.export.files import DiskError
 from compresskit.search.proxy import Workshop, held_out
 
 
@@ -170,3 +171,20 @@ def test_the_folder_of_the_other_direction_is_refused_by_name(tmp_path) -> None:
     right = replace(wrong, task=replace(task, higher_is_better=False))
     with pytest.raises(ck.CheckpointError, match=r"of another higher_is_better \(there: True, here: False\) for Linear"):
         right.prepare()
+
+
+def test_a_full_disk_does_not_say_that_no_blocks_can_go(tmp_path, monkeypatch) -> None:
+    """Their times are those of files; what is known of them is kept for all later calls."""
+
+    def full(*given: object, **settings: object) -> None:
+        raise DiskError("the disk is full")
+
+    monkeypatch.setattr("compresskit.search.proxy.order_blocks", full)
+    task = ck.Task(val=batches(8))
+    shop = Workshop(
+        model=torch.nn.Linear(4, 3), task=task, held=task, out=tmp_path, samples=8, batch=1, threads=1, seconds=0.02, seed=0,
+        target=ck.quant.X86,
+    )  # fmt: skip
+    with pytest.raises(ck.CheckpointError, match="the disk is full"):
+        shop.removable(1.0)
+    assert '"latency"' not in (tmp_path / "order.json").read_text()

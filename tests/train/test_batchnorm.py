@@ -8,6 +8,7 @@ import networks
 import pytest
 import torch
 from networks import build, image
+from torch import nn
 
 from compresskit.base.errors import DataError
 from compresskit.prune import reestimate_batchnorm_
@@ -21,3 +22,25 @@ def test_batchnorm_without_batches() -> None:
             reestimate_batchnorm_(model, batches)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert reestimate_batchnorm_(model, [image(8), image(1)]) == 2
+
+
+@pytest.mark.parametrize(("value", "held"), [(float("nan"), "nan"), (float("inf"), "infinite values")])
+def test_values_that_are_not_finite_leave_the_statistics_as_they_were(value, held) -> None:
+    model, bad = build(networks.Chain), image(8)
+    bad[0][3, 0, 0, 0] = value
+    before = copy.deepcopy(model.state_dict())
+    wanted = rf"the variance of a\.1 is nan or infinite, since batch 2 holds {held}; clean the data"
+    with pytest.raises(DataError, match=wanted):
+        reestimate_batchnorm_(model, [image(8), bad, image(8)])
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert model.a[1].momentum == 0.1
+    with pytest.raises(DataError, match="does not run on inputs of shape"):
+        reestimate_batchnorm_(model, [image(8), (torch.zeros(8, 4, 16, 16),)])
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_statistics_that_overflow_blame_the_layer() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+    nn.init.constant_(model[0].weight, 1e30)
+    with pytest.raises(DataError, match=r"of 1 is nan or infinite \(after batch 1\), though no value of the data is"):
+        reestimate_batchnorm_(model, [torch.randn(8, 4)])

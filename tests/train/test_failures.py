@@ -15,11 +15,12 @@ import pytest
 import torch
 from networks import build, images_task
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import compresskit as ck
 from compresskit.base.errors import CheckpointError, DataError, TrainingError
 from compresskit.base.progress import Progress
+from compresskit.train.length import check_last_row
 
 
 def task(**settings):
@@ -264,3 +265,35 @@ def test_a_machine_that_fails_while_a_checkpoint_is_loaded_is_no_reason_to_delet
     with pytest.raises(error, match=said):
         train()
     assert sorted(path.name for path in tmp_path.iterdir()) == held
+
+
+def rows_of_one(count: int) -> ck.Task:
+    data = TensorDataset(torch.randn(count, 8), torch.arange(count) % 4)
+    return ck.Task(train=DataLoader(data, batch_size=16, shuffle=True))
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
+
+
+def test_a_last_batch_of_one_row_is_refused_before_the_first_step() -> None:
+    """No generator is moved where it is not."""
+    seen = []
+    train = ck.Train(epochs=1, on_step=seen.append)
+    wanted = (
+        r"train: the last batch of the training data has one row, of which BatchNorm .*pass DataLoader\(..., drop_last=True\)"
+    )
+    with pytest.raises(DataError, match=wanted):
+        ck.fit_(normed(), rows_of_one(33), train)
+    assert not seen
+    (frozen := normed()).train()[1].eval()
+    task, state = rows_of_one(33), torch.get_rng_state()
+    check_last_row(frozen, task, train.length(task), "train")
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_batch_of_one_row_says_what_to_do() -> None:
+    """In the middle of the data it is met in the training alone."""
+    batches = [(torch.randn(n, 8), torch.arange(n) % 4) for n in (16, 1, 16)]
+    with pytest.raises(TrainingError, match=r"epoch 1, batch 2: .*more than 1 value per .*; pass DataLoader\(..., drop_last"):
+        ck.fit_(normed(), ck.Task(train=batches), ck.Train(epochs=1))

@@ -22,7 +22,7 @@ FIRST = 2  # batches of a loader that can only be iterated
 
 def sample_of(loader: Iterable[Any]) -> list[Any]:
     """A sample of what a loader gives: batches of a list, samples of a data set, or the first batches of anything else."""
-    with _undisturbed(loader):
+    with undisturbed(loader):
         if isinstance(loader, list | tuple):
             return [loader[i] for i in _spread(len(loader), BATCHES)]
         if isinstance(loader, DataLoader):
@@ -59,7 +59,7 @@ def _spread(length: int, most: int) -> list[int]:
 
 
 @contextmanager
-def _undisturbed(loader: Any) -> Iterator[None]:
+def undisturbed(loader: Any) -> Iterator[None]:
     """Seed all generators that a loader may draw from, and leave them, and the loader's attributes, as they were."""
     dataset = loader.dataset if isinstance(loader, DataLoader) else None
     things = [thing for thing in (loader, dataset) if hasattr(thing, "__dict__")]

@@ -6,15 +6,18 @@ import functools
 import hashlib
 import json
 import logging
+import re
 import threading
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
+from itertools import islice
 from pathlib import PurePath
-from types import BuiltinFunctionType, BuiltinMethodType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, BuiltinMethodType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
 
 import numpy as np
@@ -25,6 +28,7 @@ from torch.utils.data import DataLoader
 from compresskit.base import randomness
 from compresskit.base.fingerprint.data import loader_settings, sample_of
 from compresskit.base.fingerprint.functions import (
+    attributes_beside_values,
     attributes_of,
     class_members,
     code_record,
@@ -41,9 +45,13 @@ from compresskit.base.settings import NO_EFFECT
 DEEPEST_VALUE = 60  # values within values
 LONGEST = 64  # entries of a list or mapping that are written out
 MOST_SAMPLED = 1024  # entries of a list of a data set that are read
+_PLAIN = (NoneType, bool, int, float, str)
 _BY_TEXT = (torch.dtype, torch.device, torch.layout, torch.memory_format, complex, slice, range, type(...), PurePath)
 _NO_VALUE = (type(threading.Lock()), type(threading.RLock()), logging.Logger)
+#: Keys that are texts and read as a number, as True, False or None, or as what stands for a key of another type.
+_NO_TEXT = re.compile(r"""-?\d+(\.\d+)?(e[-+]\d+)?|-?inf|nan|True|False|null|['"\[{].*""", re.DOTALL)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GRADIENT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _HOOK_ENDS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 _OF_MODULES = frozenset(
     {"_parameters", "_buffers", "_modules", "training", "_compiled_call_impl", "_graph", "meta", "compresskit_training_mode"}
@@ -113,7 +121,7 @@ class _Describer:
         self.known: dict[tuple[int, bool], tuple[Any, Any]] = {}  # with the object, whose address is taken as long as it lives
 
     def describe(self, value: Any) -> Any:
-        if not isinstance(value, Enum) and (value is None or isinstance(value, bool | int | float | str)):
+        if type(value) in _PLAIN:
             return value
         key = (id(value), self.sampled)
         if key in self.known:
@@ -146,15 +154,17 @@ class _Describer:
     def _record(self, value: Any) -> Any:
         if isinstance(value, nn.Module):
             return self._module(value)
+        if isinstance(value, int | float | str) and not isinstance(value, Enum):
+            return self._of_class(value, value)
         if isinstance(value, Tensor | np.ndarray | np.generic):
-            return self._array(value)
+            return self._of_class(value, self._array(value))
         if isinstance(value, functools.partial):
             record = {"call": self.part("func", value.func)}
             if value.args:
                 record["args"] = self.part("args", value.args)
             return record | self.parts(value.keywords)
         if isinstance(value, Mapping | tuple | list | set | frozenset):
-            return self._container(value)
+            return self._of_class(value, self._container(value))
         if isinstance(value, DataLoader):
             return self.loader(value)
         if isinstance(value, FunctionType | MethodType | BuiltinFunctionType | BuiltinMethodType | type):
@@ -190,6 +200,23 @@ class _Describer:
             return f"{value.name} {short_hash(value.code)}"
         return self._object(value)
 
+    def _of_class(self, value: Any, record: Any) -> Any:
+        """The record of a number, a text, a container or a tensor, with what a class of the user adds to its values.
+
+        Of other classes only what a defaultdict makes and attributes of tensors, without the flags that libraries write on them.
+        """
+        cls, more = type(value), dict[str, Any]()
+        of_user = not of_library(str(cls.__module__))
+        if of_user:
+            more["class"] = self.describe(cls)
+        if (of_user or isinstance(value, Tensor)) and not isinstance(value, nn.Parameter | nn.Buffer):  # these are copied without
+            attributes = attributes_beside_values(value)
+            public = {name: entry for name, entry in attributes.items() if of_user or not name.startswith("_")}
+            more |= {"attributes": self.parts(public)} if public else {}
+        if isinstance(value, defaultdict):
+            more["default_factory"] = self.part("default_factory", value.default_factory)
+        return f"{_name(cls)} {short_hash([record, more])}" if more else record
+
     def _array(self, value: Any) -> Any:
         if isinstance(value, np.generic):
             return {"numpy": value.dtype.name, "value": self.part("value", value.item())}
@@ -206,10 +233,11 @@ class _Describer:
 
     def _container(self, value: Any) -> Any:
         if isinstance(value, Mapping):
-            names = [key if isinstance(key, str) else key if isinstance(key, type(None) | int | float) else None for key in value]
-            keys = [str(n) if n is not None else json.dumps(self.describe(k)) for n, k in zip(names, value, strict=True)]
-            keys = keys[: self._most(len(keys))]
-            record: Any = {key: self.part(key, entry) for key, entry in zip(keys, value.values(), strict=False)}
+            keys = [self._key(key) for key in islice(value, self._most(len(value)))]
+            entries = [self.part(key, entry) for key, entry in zip(keys, value.values(), strict=False)]
+            record: Any = dict(zip(keys, entries, strict=True))
+            if len(record) < len(keys):  # keys of one description, such as two objects of the same class
+                record = list(zip(keys, entries, strict=True))
         else:
             entries = list(value)
             step = max(1, len(entries) // self._most(len(entries)))
@@ -217,6 +245,12 @@ class _Describer:
             if isinstance(value, set | frozenset):
                 record = sorted(record, key=lambda entry: json.dumps(entry, sort_keys=True))
         return record if len(value) <= LONGEST else {"entries": len(value), "hash": short_hash(record)}
+
+    def _key(self, key: Any) -> str:
+        """A key of a mapping in a record; one that reads as a key of another type is quoted."""
+        if isinstance(key, str):
+            return f"'{key}'" if _NO_TEXT.fullmatch(key) else str(key)
+        return str(key) if isinstance(key, int | float) else json.dumps(self.describe(key))
 
     def _most(self, length: int) -> int:
         return min(length, MOST_SAMPLED) or 1 if self.sampled else max(length, 1)
@@ -253,8 +287,19 @@ class _Describer:
         frozen = sorted(name for name, p in numbers if not p.requires_grad)
         if 0 < len(frozen) < len(numbers):  # a training leaves them as they are; where all are, as in a teacher, there is none
             inside["frozen"] = frozen
+        if hooks := self._gradient_hooks(value):
+            inside["gradient hooks"] = hooks
         count = sum(p.numel() for p in value.parameters())
         return {"module": _name(type(value)), "parameters": count, "state": state, "settings": short_hash(inside)}
+
+    def _gradient_hooks(self, value: nn.Module) -> dict[str, Any]:
+        """What a training does to the gradients of a module's own parameters, by name; the others are those of its children."""
+        found = {}
+        for name, parameter in value.named_parameters(recurse=False):
+            hooks = {kind: list((getattr(parameter, kind, None) or {}).values()) for kind in _GRADIENT_HOOKS}
+            if any(hooks.values()):
+                found[name] = self.parts(hooks)
+        return found
 
     def _callable(self, value: Any) -> Any:
         if isinstance(value, type):
@@ -303,6 +348,8 @@ class _Describer:
         with self._sampling():
             if isinstance(loader, DataLoader | list | tuple):
                 settings: Any = self.parts(loader_settings(loader))
+                if not of_library(str(type(loader).__module__)):
+                    settings["class"] = self.describe(type(loader))
             else:
                 settings = self._object(loader)
             try:

@@ -176,11 +176,16 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
     layers = [base for base in type(value).__mro__ if base is not object]
     if not all(base.__flags__ & (1 << 9) for base in layers):  # a type that a class statement, not C, made
         return None
-    cached = {name for base in layers for name, entry in vars(base).items() if isinstance(entry, functools.cached_property)}
-    slots = [name for base in layers for name in _slots(base)]
-    if not layers or not (hasattr(value, "__dict__") or slots):
+    if not layers or not (hasattr(value, "__dict__") or any(map(_slots, layers))):
         return None
-    found = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return attributes_beside_values(value)
+
+
+def attributes_beside_values(value: Any) -> dict[str, Any]:
+    """The attributes of an object of any type, by name, but for cached properties: of a list not its entries."""
+    layers = type(value).__mro__
+    cached = {name for base in layers for name, entry in vars(base).items() if isinstance(entry, functools.cached_property)}
+    found = {name: getattr(value, name) for base in layers for name in _slots(base) if hasattr(value, name)}
     found |= vars(value) if hasattr(value, "__dict__") else {}
     return {str(name): entry for name, entry in found.items() if name not in cached}
 

@@ -28,6 +28,7 @@ from compresskit.base.errors import CheckpointError, DataError, SettingError
 from compresskit.base.files import FORMAT, absolute_path, check_is_path, read_json, write_json
 from compresskit.base.settings import check_whole_number
 from compresskit.base.task import Inputs, Task, batch_size, check_is_task
+from compresskit.distill.class_dim import check_dim, class_dim, first_batch
 from compresskit.distill.losses.common import check_positive
 from compresskit.distill.losses.top_k import TopK, top_k
 from compresskit.distill.models.teacher import Teacher, TeacherOutputs
@@ -81,6 +82,7 @@ class Cached:
         info = read_json(folder / INFO, "a cache of predictions")
         try:
             self.teacher, self.label = str(info["teacher"]), str(info["label"])
+            self.dim = int(info.get("dim", 1))
             self.shape, self.top, self.temperature = tuple(info["shape"]), info["top"], float(info["temperature"])
             count, kind = int(info["samples"]), np.dtype(info["dtype"])
             kept = (self.top or self.shape[0], *self.shape[1:])
@@ -108,14 +110,18 @@ class Cached:
             )
         values = torch.from_numpy(self._values[at]).float()
         if not self.top:
-            return values
+            return values.movedim(1, self.dim)
         index, rest = torch.from_numpy(self._index[at]).long(), torch.from_numpy(self._rest[at])
-        shape = torch.Size((len(keys), *self.shape))
-        return TopK(values=values, index=index, rest=rest, shape=shape, temperature=self.temperature)
+        shape = self._zeros(len(keys)).shape
+        return TopK(values=values, index=index, rest=rest, shape=shape, temperature=self.temperature, dim=self.dim)
+
+    def _zeros(self, rows: int) -> Tensor:
+        """Zeros of the shape of so many predictions."""
+        return torch.zeros(()).expand(rows, *self.shape).movedim(1, self.dim)
 
     def example_outputs(self, inputs: Inputs, task: Task, taps: Sequence[str]) -> TeacherOutputs:
         """Return zeros of the predictions' shape, for the task's example need not be in the cache."""
-        return torch.zeros(batch_size(inputs), *self.shape), {}
+        return self._zeros(batch_size(inputs)), {}
 
     def outputs(self, model: Callable[..., Any], batch: Any, inputs: Inputs, task: Task, taps: Sequence[str]) -> TeacherOutputs:
         """Return the predictions for one batch, which is looked up by its inputs on the CPU."""
@@ -135,6 +141,7 @@ def cache(
     temperature: float = 4.0,
     dtype: torch.dtype = torch.float16,
     views: int = 1,
+    dim: int | None = None,
 ) -> Cached | Teacher:
     """Run a teacher once over the training data and keep its predictions in a folder: `imitate(cache(teacher, task, folder))`.
 
@@ -151,22 +158,20 @@ def cache(
         temperature: see `top`.
         dtype: dtype of the logits on disk, torch.float16 or torch.float32. The largest of each row is subtracted first.
         views: number of passes over the data, for a loader whose augmentations repeat after that many epochs.
+        dim: the dimension of the predictions that holds the classes, as in `imitate`.
 
     Raises:
         CheckpointError: the folder holds a damaged cache, or one of another teacher or other settings.
         DataError: the cache lacks samples of the first batch, or predictions are not (N, C, ...).
-        SettingError: a setting is out of range.
+        SettingError: a setting is out of range, or nothing says which dimension of the predictions holds the classes.
     """
     check_is_task(task, "cache")
-    check_positive("cache", "temperature", temperature)
-    if dtype not in STORED:
-        raise SettingError(f"cache(dtype=...): wanted torch.float16 or torch.float32, got {dtype}")
-    check_whole_number(views, "cache(views=...)")
-    if top:
-        check_whole_number(top, "cache(top=...)")
+    _check_cached(top, temperature, dtype, views, dim)
     check_is_path(folder, "cache(folder=...)")
     given, folder = folder, absolute_path(folder)  # reading data may change the working directory
     source = (teacher if isinstance(teacher, Teacher) else Teacher(teacher)).to(task.device)
+    rows = _dim_of_rows(folder, source, task, dim)
+    source = source.averaging(source.average, rows) if source.takes_mean else source
     record = {
         "format": FORMAT,
         "teacher": model_digest(source),
@@ -175,6 +180,7 @@ def cache(
         "temperature": temperature,
         "dtype": np.dtype(STORED[dtype]).name,
         "views": views,
+        "dim": rows,
     }
     if (folder / INFO).exists():
         _check_same(folder, record)
@@ -184,6 +190,36 @@ def cache(
     cached.folder = Path(given)  # as it was written: a run knows its stages by that
     _check_answers(cached, source, task)
     return cached
+
+
+def _check_cached(top: int | None, temperature: float, dtype: torch.dtype, views: int, dim: int | None) -> None:
+    check_dim(dim, "cache")
+    check_positive("cache", "temperature", temperature)
+    if dtype not in STORED:
+        raise SettingError(f"cache(dtype=...): wanted torch.float16 or torch.float32, got {dtype}")
+    check_whole_number(views, "cache(views=...)")
+    if top:
+        check_whole_number(top, "cache(top=...)")
+
+
+def _dim_of_rows(folder: Path, teacher: Teacher, task: Task, given: int | None) -> int:
+    """The dimension of the teacher's predictions that holds the classes, which are kept relative to the largest of their row.
+
+    Of a cache that exists it is the one that is written there.
+    """
+    if given is None and (folder / INFO).exists():
+        return int(read_json(folder / INFO, "a cache of predictions").get("dim", 1))
+    batch = first_batch(task, "train")
+    if batch is None:
+        return 1
+    predictions = teacher.predictions(task.inputs(batch), task)
+    found = class_dim(task, teacher, predictions, reads_loss=False, given=given, where="cache")
+    if found.dim is None and not found.known:
+        raise SettingError(
+            f"cache(): the teacher {teacher.label} gives predictions {tuple(predictions.shape)}, and neither the task's loss nor"
+            " its labels say which dimension holds the classes; pass cache(dim=-1) for (N, T, C), cache(dim=1) for (N, C, T)"
+        )
+    return 1 if found.dim is None else found.dim % predictions.ndim
 
 
 def _check_answers(cached: Cached, teacher: Teacher, task: Task) -> None:
@@ -196,9 +232,10 @@ def _check_answers(cached: Cached, teacher: Teacher, task: Task) -> None:
     stored = cached.lookup(replace(task, device="cpu").inputs(batch))
     logits = teacher.predictions(inputs, task).cpu()
     if isinstance(stored, TopK):
-        values, wanted = stored.values, top_k(logits, stored.values.shape[1], temperature=cached.temperature).values
+        rows = logits.movedim(cached.dim, 1)
+        values, wanted = stored.values, top_k(rows, stored.values.shape[1], temperature=cached.temperature).values
     else:
-        values, wanted = stored, logits - logits.amax(1, keepdim=True)
+        values, wanted = stored, logits - logits.amax(cached.dim, keepdim=True)
     # As probabilities: what is stored of them may be rounded to half precision, and cut off far below the largest.
     if values.shape != wanted.shape or not bool(torch.isclose(values.exp(), wanted.exp(), rtol=0.02, atol=0.02).all()):
         raise CheckpointError(
@@ -208,7 +245,7 @@ def _check_answers(cached: Cached, teacher: Teacher, task: Task) -> None:
 
 
 def _check_same(folder: Path, record: dict[str, Any]) -> None:
-    old = read_json(folder / INFO, "a cache of predictions")
+    old = {"dim": 1, **read_json(folder / INFO, "a cache of predictions")}
     for name, value in record.items():
         if old.get(name) != value:
             what = "is of another teacher" if name == "teacher" else f"was made with {name}={old.get(name)}, wanted {value}"
@@ -259,7 +296,7 @@ def _fill(folder: Path, teacher: Teacher, task: Task, record: dict[str, Any], ki
             first = {key.tobytes(): i for i, key in reversed(list(enumerate(keys)))}
             fresh = sorted(i for key, i in first.items() if key not in seen)
             seen |= first.keys()
-            logits = logits[fresh]
+            logits = logits[fresh].movedim(record["dim"], 1)
             values = logits - logits.amax(1, keepdim=True)
             if record["top"]:
                 kept = top_k(logits, record["top"], temperature=record["temperature"])
@@ -276,4 +313,5 @@ def _fill(folder: Path, teacher: Teacher, task: Task, record: dict[str, Any], ki
             file.close()
     if shape is None:
         raise DataError("cache: the training loader is empty")
-    write_json(folder / INFO, {**record, "shape": list(shape), "samples": len(seen)})
+    stored = torch.empty(1, *shape, device="meta").movedim(record["dim"], 1).shape[1:]
+    write_json(folder / INFO, {**record, "shape": list(stored), "samples": len(seen)})

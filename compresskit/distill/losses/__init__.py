@@ -1,6 +1,7 @@
 """Distillation losses: pure functions of plain tensors, `(student, teacher) -> scalar`.
 
-All of them compute in fp32 whatever the dtype of their inputs, return a scalar fp32 tensor, and send no gradient to the teacher.
+All of them compute in fp32 whatever the dtype of their inputs, also inside of `torch.autocast`, return a scalar fp32 tensor,
+and send no gradient to the teacher.
 
 logits.py       predictions of the two networks        chunked.py    the same for large vocabularies, with less memory
 top_k.py        predictions of which only k are kept   features.py   features, attention maps, hidden states

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compresskit.base.errors import DataError, SettingError
-from compresskit.distill.losses.common import check_positive, check_same_shape
+from compresskit.base.errors import DataError
+from compresskit.base.settings import check_whole_number
+from compresskit.distill.losses.common import check_dim_of_classes, check_positive, check_weight
 
 #: The stored gradient |q - p| <= 1 is multiplied by this, so that in fp16 the tail of a vocabulary stays a normal number.
 GRADIENT_SCALE = 4096.0
@@ -83,15 +84,13 @@ def chunked_soft_targets(
     Raises: DataError for shapes that do not fit; SettingError for a temperature or a chunk that is not positive.
     """
     check_positive("chunked_soft_targets", "temperature", temperature)
-    if chunk < 1:
-        raise SettingError(f"chunked_soft_targets(chunk=...): wanted a whole number >= 1, got {chunk}")
-    check_same_shape("chunked_soft_targets", student, teacher)
-    if student.ndim < 2 or not -student.ndim <= dim < student.ndim:
-        raise DataError(f"chunked_soft_targets: wanted logits with classes in dim {dim}, got {tuple(student.shape)}")
+    check_whole_number(chunk, "chunked_soft_targets(chunk=...)")
+    check_dim_of_classes("chunked_soft_targets", student, teacher, dim)
     s, t = (v.movedim(dim, -1) for v in (student, teacher.detach()))
     if weight is None:
         weight = torch.ones(s.shape[:-1], device=s.device)
-    elif weight.shape != s.shape[:-1]:
+    check_weight("chunked_soft_targets", weight)
+    if weight.shape != s.shape[:-1]:
         raise DataError(f"chunked_soft_targets(weight=...): wanted shape {tuple(s.shape[:-1])}, got {tuple(weight.shape)}")
     s, t = (v.reshape(-1, v.shape[-1]) for v in (s, t))
     return _ChunkedKL.apply(s, t, weight.detach().float().reshape(-1), temperature, chunk)  # type: ignore[no-untyped-call]

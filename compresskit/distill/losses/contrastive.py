@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compresskit.base.errors import DataError, SettingError
-from compresskit.distill.losses.common import check_positive, unit_norm
+from compresskit.base.settings import check_field_types, check_whole_number
+from compresskit.distill.losses.common import check_positive, products, unit_norm
 
 
 def crd(
@@ -46,7 +47,7 @@ def crd(
     shift = log_z + math.log(negatives.shape[1] / samples)
     a = anchor.float()
     hit = (a * positive.float()).sum(1) / temperature - shift
-    miss = (negatives.float() @ a.unsqueeze(2)).squeeze(2) / temperature - shift
+    miss = products(negatives, a.unsqueeze(2)).squeeze(2) / temperature - shift
     return -(F.logsigmoid(hit) + F.logsigmoid(-miss).sum(1)).mean()
 
 
@@ -128,7 +129,7 @@ class MemoryBank:
     def _one_direction(self, name: str, anchor: Tensor, positive: Tensor, negatives: Tensor) -> Tensor:
         samples = len(self.student)
         if name not in self._log_z:
-            scores = (negatives @ anchor.detach().unsqueeze(2)) / self.temperature
+            scores = products(negatives, anchor.detach().unsqueeze(2)) / self.temperature
             self._log_z[name] = scores.logsumexp((0, 1, 2)) - math.log(scores.numel()) + math.log(samples)
         return crd(anchor, positive, negatives, samples=samples, log_z=self._log_z[name], temperature=self.temperature)
 
@@ -147,6 +148,7 @@ class CRDLoss:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_field_types(self)
         MemoryBank(**asdict(self) | {"samples": min(self.samples, 2)}, width=1)  # it checks the settings, on two rows
 
     def start(self, student: Tensor, teacher: Tensor) -> MemoryBank:
@@ -181,4 +183,5 @@ def _flat_features(features: Tensor) -> Tensor:
 
 def projection_heads(student: Tensor, teacher: Tensor, *, width: int = 128) -> ProjectionHeads:
     """Make the adapter of `CRDLoss`, which projects the features (N, ...) of both networks to `width` dimensions."""
+    check_whole_number(width, "projection_heads(width=...)")
     return ProjectionHeads(_flat_features(student).shape[1], _flat_features(teacher).shape[1], width)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compresskit.base.errors import DataError, SettingError
-from compresskit.distill.losses.common import check_same_shape, check_tensors, unit_norm, weighted_mean
+from compresskit.distill.losses.common import check_same_shape, check_tensors, is_within, products, unit_norm, weighted_mean
 
 
 def hint(student: Tensor, teacher: Tensor, *, weight: Tensor | None = None) -> Tensor:
@@ -71,7 +71,7 @@ def hcl(student: Tensor, teacher: Tensor, *, levels: tuple[int, ...] = (4, 2, 1)
     """
     if student.ndim != 4:
         raise DataError(f"hcl: wanted features (N, C, H, W), got {tuple(student.shape)}")
-    if any(level < 1 for level in levels):
+    if not isinstance(levels, tuple | list) or not all(is_within(level, 1, float("inf")) for level in levels):
         raise SettingError(f"hcl(levels=...): wanted sizes >= 1, got {levels}")
     check_same_shape("hcl", student, teacher)
     s, t = student.float(), teacher.detach().float()
@@ -167,5 +167,5 @@ def relation_kl(student: Tensor, teacher: Tensor, *, mask: Tensor | None = None)
     for v in (student, teacher):
         if v.ndim != 4:
             raise DataError(f"relation_kl: wanted values (N, heads, T, d), got {tuple(v.shape)}")
-    s, t = (v.float() @ v.float().mT / v.shape[-1] ** 0.5 for v in (student, teacher.detach()))
+    s, t = (products(v, v.mT) / v.shape[-1] ** 0.5 for v in (student, teacher.detach()))
     return attention_kl(s, t, mask=mask)

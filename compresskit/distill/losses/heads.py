@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from compresskit.base.errors import DataError
+from compresskit.base.settings import check_whole_number
+from compresskit.distill.losses.common import products
 from compresskit.distill.losses.features import attention_scores, relation_kl
 
 
@@ -44,7 +46,7 @@ def query_key_scores(
             raise DataError("query_key_scores: wanted queries and keys; tap both, such as Term(..., ('attn.query', 'attn.key'))")
         query = split_heads("query_key_scores", pair[0], heads)
         key = _keys_of_queries(pair[1], pair[0].shape[2], heads, key_heads)
-        scores.append(query.float() @ key.float().mT / query.shape[-1] ** 0.5)
+        scores.append(products(query, key.mT) / query.shape[-1] ** 0.5)
     return loss(scores[0], scores[1])
 
 
@@ -78,6 +80,7 @@ def head_relations(student: Tensor, teacher: Tensor, *, heads: int) -> Tensor:
 
 def split_heads(where: str, values: Tensor, heads: int) -> Tensor:
     """(N, T, heads * d) to (N, heads, T, d). Raises `DataError`, which begins with `where`, for another shape."""
-    if values.ndim != 3 or heads < 1 or values.shape[2] % heads:
+    check_whole_number(heads, f"{where}(heads=...)")
+    if values.ndim != 3 or values.shape[2] % heads:
         raise DataError(f"{where}: wanted (N, T, width) with a width that {heads} heads divide, got {tuple(values.shape)}")
     return values.unflatten(2, (heads, -1)).transpose(1, 2)

@@ -16,17 +16,15 @@ from compresskit.base.errors import DataError, SettingError
 from compresskit.base.task import IGNORED, check_labels
 from compresskit.distill.losses.common import (
     broadcast_weight,
+    check_dim_of_classes,
     check_logits,
     check_positive,
     check_tensors,
+    is_within,
+    kl_divergence,
     unit_norm,
     weighted_mean,
 )
-
-
-def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    # A class without mass counts 0, also where its logit is -inf in both.
-    return (log_p.exp() * (log_p - log_q).masked_fill(log_p.isneginf(), 0)).sum(-1)
 
 
 def soft_targets(
@@ -48,7 +46,7 @@ def soft_targets(
     """
     check_positive("soft_targets", "temperature", temperature)
     s, t = check_logits("soft_targets", student, teacher, dim)
-    kl = _kl((t / temperature).log_softmax(-1), (s / temperature).log_softmax(-1))
+    kl = kl_divergence((t / temperature).log_softmax(-1), (s / temperature).log_softmax(-1))
     return weighted_mean("soft_targets", kl, weight) * temperature**2
 
 
@@ -62,7 +60,7 @@ def reverse_kl(
     """
     check_positive("reverse_kl", "temperature", temperature)
     s, t = check_logits("reverse_kl", student, teacher, dim)
-    kl = _kl((s / temperature).log_softmax(-1), (t / temperature).log_softmax(-1))
+    kl = kl_divergence((s / temperature).log_softmax(-1), (t / temperature).log_softmax(-1))
     return weighted_mean("reverse_kl", kl, weight) * temperature**2
 
 
@@ -84,13 +82,13 @@ def jsd(
     Returns: an fp32 scalar.
     """
     check_positive("jsd", "temperature", temperature)
-    if not 0 < beta < 1:
+    if not is_within(beta, 0, 1) or beta == 0:
         raise SettingError(f"jsd(beta=...): wanted a number between 0 and 1, got {beta}; the ends are soft_targets, reverse_kl")
     s, t = check_logits("jsd", student, teacher, dim)
     log_q, log_p = (s / temperature).log_softmax(-1), (t / temperature).log_softmax(-1)
     empty = log_p.isneginf() & log_q.isneginf()  # counts 0 below, and logaddexp has no gradient there
     log_m = torch.logaddexp(*(v.masked_fill(empty, 0) for v in (log_p + math.log(beta), log_q + math.log(1 - beta))))
-    both = beta * _kl(log_p, log_m) + (1 - beta) * _kl(log_q, log_m)
+    both = beta * kl_divergence(log_p, log_m) + (1 - beta) * kl_divergence(log_q, log_m)
     return weighted_mean("jsd", both, weight) * temperature**2
 
 
@@ -115,11 +113,12 @@ def standardized_soft_targets(
     Args: as in `soft_targets`.
     Returns: an fp32 scalar.
     """
+    check_dim_of_classes("standardized_soft_targets", student, teacher, dim)
     student, teacher = standardize(student, dim=dim), standardize(teacher.detach(), dim=dim)
     return soft_targets(student, teacher, temperature=temperature, weight=weight, dim=dim)
 
 
-def _check_target(where: str, target: Tensor, logits: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _check_target(where: str, target: Tensor, logits: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return class indices (N, ..., 1) to gather from logits (N, ..., C), and the weight with ignored labels at 0."""
     if target.shape != logits.shape[:-1] or target.is_floating_point():
         raise DataError(
@@ -159,7 +158,7 @@ def dkd(
     """
     check_positive("dkd", "temperature", temperature)
     for name, value in (("alpha", alpha), ("beta", beta)):
-        if value < 0:
+        if not is_within(value, 0, math.inf):
             raise SettingError(f"dkd({name}=...): wanted a number >= 0, got {value}")
     s, t = check_logits("dkd", student, teacher, dim)
     if s.shape[-1] < 2:
@@ -174,7 +173,7 @@ def dkd(
     (b_s, b_t), (q_s, q_t) = binary, others
     # The target's own entry is taken out before exp: there q is not a probability and may overflow.
     non_target = (q_t.masked_fill(is_target, -math.inf).exp() * (q_t - q_s).masked_fill(is_target | q_t.isneginf(), 0)).sum(-1)
-    return weighted_mean("dkd", alpha * _kl(b_t, b_s) + beta * non_target, weight) * temperature**2
+    return weighted_mean("dkd", alpha * kl_divergence(b_t, b_s) + beta * non_target, weight) * temperature**2
 
 
 def dist(
@@ -224,7 +223,7 @@ def kl_plus_ce(
 
     Returns: an fp32 scalar.
     """
-    if beta < 0:
+    if not is_within(beta, 0, math.inf):
         raise SettingError(f"kl_plus_ce(beta=...): wanted a number >= 0, got {beta}")
     kl = soft_targets(student, teacher, temperature=temperature, weight=weight, dim=dim)
     return kl + beta * label_smoothing(student, target, smoothing=0.0, weight=weight, dim=dim) if beta else kl
@@ -234,6 +233,8 @@ def label_smoothing(
     student: Tensor, target: Tensor, *, smoothing: float = 0.1, weight: Tensor | None = None, dim: int = 1
 ) -> Tensor:
     """Return the cross-entropy to (1 - smoothing) one-hot + smoothing / C (Szegedy et al., 1512.00567).
+
+    C counts the classes whose logit is not -inf.
 
     It needs no teacher, and is the baseline to which soft targets are compared.
 
@@ -245,13 +246,17 @@ def label_smoothing(
 
     Returns: an fp32 scalar.
     """
-    if not 0 <= smoothing < 1:
+    if not is_within(smoothing, 0, 1):
         raise SettingError(f"label_smoothing(smoothing=...): wanted a number in [0, 1), got {smoothing}")
     s, _ = check_logits("label_smoothing", student, student, dim)
     index, weight = _check_target("label_smoothing", target, s, weight)
     log_q = s.log_softmax(-1)
-    log_q_target = log_q.gather(-1, index).squeeze(-1)
-    return weighted_mean("label_smoothing", -(1 - smoothing) * log_q_target - smoothing * log_q.mean(-1), weight)
+    value = -(1 - smoothing) * log_q.gather(-1, index).squeeze(-1).masked_fill(weight == 0, 0)
+    if smoothing:
+        masked = s.isneginf()
+        share = s.shape[-1] / (s.shape[-1] - masked.sum(-1))
+        value = value - smoothing * share * log_q.masked_fill(masked, 0).mean(-1)
+    return weighted_mean("label_smoothing", value, weight)
 
 
 def hard_targets(
@@ -268,7 +273,7 @@ def hard_targets(
 
     Returns: an fp32 scalar, the mean over the positions at or above the threshold; 0 where there is none.
     """
-    if not 0 <= threshold < 1:
+    if not is_within(threshold, 0, 1):
         raise SettingError(f"hard_targets(threshold=...): wanted a number in [0, 1), got {threshold}")
     s, t = check_logits("hard_targets", student, teacher, dim)
     values = F.cross_entropy(s.flatten(0, -2), t.flatten(0, -2).argmax(-1), reduction="none").reshape(s.shape[:-1])
@@ -280,17 +285,20 @@ def hard_targets(
     return weighted_mean("hard_targets", values, confident)
 
 
-def match_predictions(student: Tensor, teacher: Tensor, *, temperature: float = 1.0) -> Tensor:
+def match_predictions(student: Tensor, teacher: Tensor, *, temperature: float = 1.0, dim: int | None = 1) -> Tensor:
     """Return `soft_targets` for predictions of two or more classes, and a relative squared error for all others.
 
+    `imitate` and `QAT` tell it what the predictions of a task are; called as a function, it has to be told of numbers.
+
     Args:
-        student, teacher: predictions (N, C, ...) with the classes in dim 1, or any others, such as values (N,) or (N, 1).
+        student, teacher: predictions (N, C, ...), or any others, such as values (N,) or (N, 1).
         temperature: T of the soft targets.
+        dim: the dimension of the classes; None for numbers, of any shape.
 
     Returns: an fp32 scalar; the relative error is mean (s - t)^2 / mean t^2.
     """
     check_tensors("match_predictions", student, teacher)
-    if student.ndim >= 2 and student.shape[1] >= 2:
-        return soft_targets(student, teacher, temperature=temperature)
+    if dim is not None and student.ndim >= 2 and student.shape[dim] >= 2:
+        return soft_targets(student, teacher, temperature=temperature, dim=dim)
     teacher = teacher.detach().float()
     return F.mse_loss(student.float(), teacher) / teacher.square().mean().clamp(min=1e-12)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compresskit.base.errors import DataError, SettingError
-from compresskit.distill.losses.common import check_features, check_positive, unit_norm
+from compresskit.distill.losses.common import check_features, check_positive, products, unit_norm
 
 #: Two rows whose squared distance is below this fraction of their squared lengths count as one point: the rest is rounding.
 SAME_POINT = 1e-6
@@ -26,7 +26,7 @@ def similarity_preserving(student: Tensor, teacher: Tensor) -> Tensor:
     Returns: an fp32 scalar.
     Raises: DataError for features of different batches.
     """
-    s, t = (unit_norm(_scaled(f) @ _scaled(f).T) for f in check_features("similarity_preserving", student, teacher))
+    s, t = (unit_norm(products(_scaled(f), _scaled(f).T)) for f in check_features("similarity_preserving", student, teacher))
     return (s - t).square().mean()
 
 
@@ -39,7 +39,7 @@ def _gram(features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Inner products of centred rows, squared distances, and whether two rows are different points, each (N, N)."""
     f = _scaled(features)
     f = f - f.mean(0)
-    gram = f @ f.T
+    gram = products(f, f.T)
     square = gram.diagonal()
     both = square[:, None] + square[None, :]
     squared_distance = (both - 2 * gram).clamp(min=0)
@@ -110,7 +110,7 @@ def pkt(student: Tensor, teacher: Tensor, *, eps: float = 1e-7) -> Tensor:
     probabilities = []
     for f in check_features("pkt", student, teacher):
         u = unit_norm(_scaled(f))
-        kernel = (u @ u.T + 1) / 2
+        kernel = (products(u, u.T) + 1) / 2
         probabilities.append(kernel / kernel.sum(1, keepdim=True).clamp(min=eps))
     s, t = (p.clamp(min=0) + eps for p in probabilities)
     return ((t - eps) * (t / s).log()).mean()
@@ -135,7 +135,7 @@ def correlation_congruence(student: Tensor, teacher: Tensor, *, gamma: float = 0
     kernels = []
     for f in check_features("correlation_congruence", student, teacher):
         u = unit_norm(_scaled(f))
-        inner = u @ u.T
+        inner = products(u, u.T)
         kernels.append(sum((2 * gamma) ** p / math.factorial(p) * inner**p for p in range(1, order + 1)))
     s, t = kernels
     return math.exp(-2 * gamma) ** 2 * torch.as_tensor(s - t).square().mean()
@@ -158,4 +158,4 @@ def info_nce(student: Tensor, teacher: Tensor, *, temperature: float = 0.07) -> 
     s, t = (unit_norm(_scaled(f)) for f in check_features("info_nce", student, teacher))
     if s.shape != t.shape:
         raise DataError(f"info_nce: wanted features of one width, got {s.shape[1]} and {t.shape[1]}; use an adapter")
-    return F.cross_entropy(s @ t.T / temperature, torch.arange(len(s), device=s.device))
+    return F.cross_entropy(products(s, t.T) / temperature, torch.arange(len(s), device=s.device))

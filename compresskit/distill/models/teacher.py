@@ -109,7 +109,7 @@ class Teacher(nn.Module):
         average: Average | None = None,
     ) -> None:
         """Make it the teacher of these models, which are frozen and its own."""
-        self.dtype, self.inputs, self.average = dtype, inputs, average
+        self.dtype, self.inputs, self.average, self.class_dim = dtype, inputs, average, 1
         self.views: tuple[View, ...] = ()
         self.label = " + ".join(type(m).__name__ for m in members)
         self.members = nn.ModuleList(members)
@@ -159,7 +159,7 @@ class Teacher(nn.Module):
                 return logits[0]
             if len({tuple(z.shape) for z in logits}) > 1:
                 raise ModelError(f"the teachers {self.label} give predictions of shapes {[tuple(z.shape) for z in logits]}")
-            one_channel = logits[0].ndim < 2 or logits[0].shape[1] == 1
+            one_channel = logits[0].ndim < 2 or logits[0].shape[self.class_dim] == 1
             if one_channel and self.average == "probabilities":
                 raise ModelError(
                     f"Teacher(average='probabilities'): the teachers {self.label} give one channel, of which a softmax says"
@@ -167,12 +167,12 @@ class Teacher(nn.Module):
                 )
             if one_channel or self.average == "outputs":
                 return torch.stack(logits).mean(0)
-            return torch.stack([z.log_softmax(1) for z in logits]).logsumexp(0) - math.log(len(logits))
+            return torch.stack([z.log_softmax(self.class_dim) for z in logits]).logsumexp(0) - math.log(len(logits))
 
-    def averaging(self, average: Average) -> Teacher:
-        """Return a teacher of the same models, which are shared, with another `average`."""
+    def averaging(self, average: Average | None, class_dim: int = 1) -> Teacher:
+        """Return a teacher of the same models, which are shared, with another `average`, of classes in another dimension."""
         other = copy.copy(self)
-        other.average = average
+        other.average, other.class_dim = average, class_dim
         return other
 
     def seeing(self, views: Sequence[View]) -> Teacher:
@@ -322,12 +322,16 @@ def teacher_source(teacher: TeacherLike, student: nn.Module, where: str) -> Teac
 
     Raises `SettingError`, which names the function `where`, for what is no teacher and for the student itself.
     """
+    check_is_teacher(teacher, where)
     if isinstance(teacher, EMA):
         return EMATeacher(student, teacher.decay)
     if teacher is student:
         raise SettingError(f"{where}: teacher and student are one module; pass a copy of the teacher")
-    if isinstance(teacher, TeacherSource):
-        return teacher
-    if not isinstance(teacher, nn.Module):
-        raise SettingError(f"{where}: wanted a model, a Teacher, an EMA or a cache, got {type(teacher).__name__}")
-    return Teacher(teacher)
+    return teacher if isinstance(teacher, TeacherSource) else Teacher(teacher)
+
+
+def check_is_teacher(teacher: Any, where: str) -> None:
+    """Raise `SettingError`, which begins with `where`, for what is no teacher."""
+    if isinstance(teacher, type) or not isinstance(teacher, nn.Module | EMA | TeacherSource):
+        kind = f"the class {teacher.__name__}" if isinstance(teacher, type) else type(teacher).__name__
+        raise SettingError(f"{where}: wanted a model, a Teacher, an EMA or a cache, got {kind}")

@@ -11,21 +11,46 @@ from compresskit.distill.models.teacher import Teacher, TeacherSource
 from compresskit.distill.objectives.terms import DistillLoss, takes_argument
 
 
-def averaged_for(source: TeacherSource, loss: DistillLoss, predictions: Tensor) -> TeacherSource:
+def averaged_for(source: TeacherSource, loss: DistillLoss, predictions: Tensor, dim: int | None = 1) -> TeacherSource:
     """Return the source, or, of one that takes a mean and was not told of what, one with the mean that the loss asks for.
 
-    predictions: of the student for an example, (N, C, ...).
+    Args:
+        source: of the teacher.
+        loss: compares the predictions.
+        predictions: of the student for an example.
+        dim: the dimension of the classes in them; None where nothing says it.
 
-    Raises ModelError for predictions on disk, which are relative to the largest of each row, where the loss reads more of them.
+    Raises: ModelError for predictions on disk, which are relative to the largest of each row, where the loss reads more of them;
+        and where a mean of probabilities is wanted, or a row is, and nothing says which dimension holds the classes.
     """
-    if isinstance(source, Cached) and (predictions.shape[1:2] == (1,) or reads_more_than_softmax(loss, predictions)):
+    dim = 1 if dim is None and (predictions.ndim <= 2 or predictions.shape[1] == 1) else dim
+    if isinstance(source, Cached):
+        _check_rows(source, loss, predictions, dim)
+    if not isinstance(source, Teacher) or not source.takes_mean:
+        return source
+    average = source.average
+    if average is None and reads_more_than_softmax(loss, predictions):
+        average = "outputs"
+    if dim is None and average != "outputs":
+        raise ModelError(
+            f"the teacher {source.label} is the mean of probabilities, and nothing says which dimension of predictions"
+            f" {tuple(predictions.shape)} holds the classes; set dim=..., or Teacher(average='outputs')"
+        )
+    return source.averaging(average, 1 if dim is None else dim)
+
+
+def _check_rows(source: Cached, loss: DistillLoss, predictions: Tensor, dim: int | None) -> None:
+    """Raise `ModelError` where a loss reads more of predictions on disk than their softmax along the dimension of their rows."""
+    if predictions.shape[1:2] == (1,) or reads_more_than_softmax(loss, predictions):
         raise ModelError(
             f"the predictions of {source.label} on disk are logits relative to the largest of each row, and this loss compares"
             " them as numbers; imitate the teacher itself, or take a loss of probabilities such as soft_targets"
         )
-    if not isinstance(source, Teacher) or not source.takes_mean or source.average is not None:
-        return source
-    return source.averaging("outputs") if reads_more_than_softmax(loss, predictions) else source
+    if dim is not None and dim % predictions.ndim != source.dim % predictions.ndim:
+        raise ModelError(
+            f"the predictions of {source.label} on disk have their classes in dimension {source.dim}, and this loss compares"
+            f" those in dimension {dim}; make the cache again, with cache(dim={dim}), in another folder"
+        )
 
 
 def reads_more_than_softmax(loss: DistillLoss, predictions: Tensor) -> bool:

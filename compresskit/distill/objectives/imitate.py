@@ -14,11 +14,21 @@ from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.objective import Losses, Objective, bound
 from compresskit.base.packing import Resumable
 from compresskit.base.task import Task, call, first_tensor
+from compresskit.distill.class_dim import (
+    ClassDim,
+    check_dim,
+    check_soft_targets,
+    class_dim,
+    reads_class_dim,
+    told_dim,
+    with_class_dim,
+)
 from compresskit.distill.data.cache import Cached
 from compresskit.distill.data.indexed import sample_indices
+from compresskit.distill.losses.common import check_positive
 from compresskit.distill.losses.logits import soft_targets
 from compresskit.distill.losses.top_k import TopK, top_k_soft_targets
-from compresskit.distill.models.teacher import Teacher, TeacherLike, TeacherSource, View, teacher_source
+from compresskit.distill.models.teacher import Teacher, TeacherLike, TeacherSource, View, check_is_teacher, teacher_source
 from compresskit.distill.objectives.averages import averaged_for
 from compresskit.distill.objectives.loss_weights import LossWeight, check_loss_weight
 from compresskit.distill.objectives.mixup import mixup
@@ -27,7 +37,6 @@ from compresskit.distill.objectives.terms import (
     DistillLoss,
     Term,
     attach_adapters_,
-    check_soft_targets,
     compute_terms,
     drop_adapters_,
     resolve_terms,
@@ -59,6 +68,7 @@ class Imitate(Objective):
     task_weight: float
     terms: tuple[Term, ...] = ()
     classes: int | None = None
+    dim: int | None = None
     mixup: float = 0.0
     teacher_views: tuple[View, ...] = ()
     task: Task | None = None
@@ -87,17 +97,60 @@ class Imitate(Objective):
         with torch.no_grad(), mode(model, training=False):
             wanted, teacher_features = source.example_outputs(example, task, bound._teacher_taps())
             got, student_features = bound._run_student(model, example)
+            bound = bound._with_class_dim(model, got)
             bound._check_classes(wanted, got)
             if self.weight:
-                source = averaged_for(source, self.loss, self._first_classes(got))
-            started, adapters = start_terms(terms, student_features, teacher_features)
+                loss = self.loss if bound._keeps_top_alone() else bound.bound_terms[0].loss
+                source = averaged_for(source, loss, bound._first_classes(got), bound.dim)
+            started, adapters = start_terms(bound.bound_terms, student_features, teacher_features)
         attach_adapters_(model, adapters)
         return replace(bound, source=source, bound_terms=tuple(started), adapters=adapters)
 
-    def rehearse(self, model: nn.Module, predictions: Any) -> None:
-        """Raise `ModelError` for soft targets of one channel."""
-        if self.weight:
-            check_soft_targets("imitate", self.loss, model, predictions)
+    def for_task(self, task: Task) -> Imitate:
+        """Return the objective with its task, whose loss and labels say what the predictions are."""
+        return replace(self, task=task)
+
+    def rehearse(self, model: nn.Module, predictions: Any, where: str = "imitate") -> None:
+        """Raise `ModelError` for soft targets of one channel, and of what the task, where it is known, says are no classes."""
+        terms = [Term(self.loss, weight=self.weight), *(term for term in self.terms if term.student_tap is None)]
+        alone = replace(self, bound_terms=tuple(resolve_terms(terms, model, None)))
+        if self.task is not None:
+            alone._with_class_dim(model, predictions, where)
+        for term in alone.bound_terms if self.task is None else ():
+            check_soft_targets(where, term.loss, model, predictions)
+
+    def _with_class_dim(self, model: nn.Module, predictions: Any, where: str = "imitate") -> Imitate:
+        """The objective whose losses know in which dimension the classes are; it is not asked for where none reads it.
+
+        predictions: of the model for an example. where: begins messages.
+        """
+        task, losses = bound(self.task, self), [term.loss for term in self.bound_terms if not term.student]
+        averaged = isinstance(self.source, Cached) or (isinstance(self.source, Teacher) and self.source.takes_mean)
+        if self.classes is None and not averaged and not any(map(reads_class_dim, losses)):
+            for loss in losses:
+                check_soft_targets(where, loss, model, predictions)
+            return self
+
+        given = self.dim if self.dim is not None else next(filter(None, map(told_dim, losses)), None)
+        found = class_dim(task, model, predictions, reads_loss=bool(self.task_weight), given=given, where=where)
+        if found.dim is None and self.classes is not None:
+            if predictions.ndim != 2:
+                raise ModelError(
+                    f"{where}(classes={self.classes}): {type(model).__name__} gives predictions {tuple(predictions.shape)}, and"
+                    f" neither the task's loss nor its labels say which dimension holds the classes; pass {where}(dim=...)"
+                )
+            found = ClassDim(1)
+        if self._keeps_top_alone():
+            with_class_dim(where, self.loss, found, model, predictions)
+        terms = [
+            term if term.student else replace(term, loss=with_class_dim(where, term.loss, found, model, predictions))
+            for term in self.bound_terms
+        ]
+        return replace(self, dim=found.dim, bound_terms=tuple(terms))
+
+    def _keeps_top_alone(self) -> bool:
+        """Whether the teacher is a cache of the largest logits, which has a loss of its own in place of soft targets."""
+        return isinstance(self.source, Cached) and bool(self.source.top) and bool(self.weight)
 
     def _seeing(self, source: TeacherSource) -> TeacherSource:
         """The source, with the views of this objective."""
@@ -121,21 +174,23 @@ class Imitate(Objective):
                 f"imitate(teacher_views=...): the teacher {teacher} gives predictions {tuple(wanted.shape)}, one for each place,"
                 " and a view may move places; wanted (N, C)"
             )
-        if self.classes is not None and (least := min(wanted.shape[1], got.shape[1])) < self.classes:
+        dim = self.dim or 1
+        if self.classes is not None and (least := min(wanted.shape[dim], got.shape[dim])) < self.classes:
             raise ModelError(
-                f"imitate(classes={self.classes}): {student} predicts {got.shape[1]} classes and the teacher {teacher}"
-                f" {wanted.shape[1]}; wanted at most {least}"
+                f"imitate(classes={self.classes}): {student} predicts {got.shape[dim]} classes and the teacher {teacher}"
+                f" {wanted.shape[dim]}; wanted at most {least}"
             )
         if self._first_classes(wanted).shape != self._first_classes(got).shape:
             raise ModelError(
                 f"the teacher {teacher} gives predictions {tuple(wanted.shape)}, the student {student} {tuple(got.shape)}; both"
                 " must have the same classes (of vocabularies that are padded differently, imitate(classes=...) takes the first)"
             )
-        self.rehearse(bound(self.student, self), got)
 
     def _first_classes(self, predictions: Any) -> Any:
         """The predictions of the classes that are compared."""
-        return predictions if self.classes is None or isinstance(predictions, TopK) else predictions[:, : self.classes]
+        if self.classes is None or isinstance(predictions, TopK):
+            return predictions
+        return predictions.narrow(self.dim or 1, 0, self.classes)
 
     def advance(self, done: float) -> None:
         """Set the fraction of the training that is done, in [0, 1], which the weights may follow."""
@@ -172,7 +227,8 @@ class Imitate(Objective):
         """The loss of the predictions; a cache of the top k logits serves only soft targets of its temperature."""
         if not isinstance(source, Cached) or not source.top:
             return self.loss
-        settings = self.loss.keywords if isinstance(self.loss, partial) and self.loss.func is soft_targets else {}
+        settings = dict(self.loss.keywords) if isinstance(self.loss, partial) and self.loss.func is soft_targets else {}
+        settings.pop("dim", None)
         if settings != {"temperature": source.temperature} or any(term.student_tap is None for term in self.terms):
             raise SettingError(
                 f"imitate(): a cache of the top {source.top} serves soft targets at temperature {source.temperature} alone;"
@@ -210,7 +266,9 @@ class Imitate(Objective):
         return losses
 
 
-def _check_lists(terms: Any, teacher_views: Any) -> None:
+def _check_lists(teacher: Any, terms: Any, teacher_views: Any) -> None:
+    if teacher is not None:
+        check_is_teacher(teacher, "imitate()")
     if not isinstance(terms, Sequence) or isinstance(terms, str | bytes):
         raise SettingError(f"imitate(terms=...): wanted a list of Terms, got {type(terms).__name__}")
     if wrong := [type(term).__name__ for term in terms if not isinstance(term, Term)]:
@@ -219,9 +277,17 @@ def _check_lists(terms: Any, teacher_views: Any) -> None:
         raise SettingError(f"imitate(teacher_views=...): wanted a list of functions, such as [mirror], got {teacher_views!r}")
 
 
-def _check_ranges(temperature: float, classes: int | None, mixup: float) -> None:
-    if temperature <= 0:
-        raise SettingError(f"imitate(temperature=...): wanted a positive number, got {temperature}")
+def _check_weights(weight: LossWeight, task_weight: float, terms: Sequence[Term]) -> None:
+    check_loss_weight("imitate", weight)
+    if task_weight < 0:
+        raise SettingError(f"imitate(task_weight=...): wanted a number >= 0, got {task_weight}")
+    if weight == task_weight == 0 and not any(term.weight for term in terms):
+        raise SettingError("imitate(): both weights are 0, nothing would be learned")
+
+
+def _check_ranges(temperature: float, classes: int | None, dim: int | None, mixup: float) -> None:
+    check_dim(dim, "imitate")
+    check_positive("imitate", "temperature", temperature)
     if classes is not None and classes < 2:
         raise SettingError(f"imitate(classes=...): wanted a whole number >= 2, got {classes}")
     if mixup < 0:
@@ -237,6 +303,7 @@ def imitate(
     weight: LossWeight = 0.9,
     task_weight: float = 0.1,
     classes: int | None = None,
+    dim: int | None = None,
     mixup: float = 0.0,
     teacher_views: Sequence[View] = (),
 ) -> Imitate:
@@ -257,6 +324,8 @@ def imitate(
             0 leaves the terms alone.
         task_weight: of the task's loss, >= 0.
         classes: compare only the first so many classes, for vocabularies that are padded to different sizes.
+        dim: the dimension of the predictions that holds the classes: 1 for (N, C, ...), -1 for (N, T, C). None takes what the
+            task's loss and labels say, and the losses of the library that compare classes are told it.
         mixup: alpha of the mixup of inputs that both networks see, 0 for none. With weight=1, task_weight=0, mixup=1 and no
             augmentation but crops and flips it is the recipe of patient and consistent teaching (Beyer et al., 2106.05237).
         teacher_views: functions `(inputs) -> inputs`, such as `mirror`. The teacher sees each view besides the inputs as they
@@ -265,14 +334,11 @@ def imitate(
 
     Raises:
         SettingError: for settings of the wrong type or range, and for mixup with a loss that needs labels.
+        ModelError: before the first step, for a softmax of what the task compares as numbers, or where nothing says `dim`.
     """
-    check_loss_weight("imitate", weight)
-    if task_weight < 0:
-        raise SettingError(f"imitate(task_weight=...): wanted a number >= 0, got {task_weight}")
-    _check_lists(terms, teacher_views)
-    if weight == task_weight == 0 and not any(term.weight for term in terms):
-        raise SettingError("imitate(): both weights are 0, nothing would be learned")
-    _check_ranges(temperature, classes, mixup)
+    _check_lists(teacher, terms, teacher_views)
+    _check_weights(weight, task_weight, terms)
+    _check_ranges(temperature, classes, dim, mixup)
     chosen = loss if loss is not None else partial(soft_targets, temperature=temperature)
     losses = [chosen, *(term.loss for term in terms)]
     if mixup and (task_weight or any(takes_argument(each, name) for each in losses for name in ("target", "index"))):
@@ -284,6 +350,7 @@ def imitate(
         task_weight=task_weight,
         terms=tuple(terms),
         classes=classes,
+        dim=dim,
         mixup=mixup,
         teacher_views=tuple(teacher_views),
     )

@@ -14,8 +14,10 @@ from torch.utils import _pytree as pytree
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.objective import Losses, Objective, bound
 from compresskit.base.task import Inputs, Task, call, first_tensor
+from compresskit.distill.class_dim import check_dim, check_soft_targets, told_class_dim
+from compresskit.distill.losses.common import check_positive
 from compresskit.distill.losses.logits import soft_targets
-from compresskit.distill.objectives.terms import DistillLoss, attach_adapters_, check_soft_targets, drop_adapters_
+from compresskit.distill.objectives.terms import DistillLoss, attach_adapters_, drop_adapters_
 from compresskit.graph.surgery import copy_model, mode
 from compresskit.train.objective import supervised_loss
 
@@ -28,6 +30,7 @@ class Mutual(Objective):
     loss: DistillLoss
     weight: float
     task_weight: float
+    dim: int | None = None
     task: Task | None = None
     student: nn.Module | None = None
 
@@ -41,11 +44,13 @@ class Mutual(Objective):
         drop_adapters_(model)
         peers = [copy_model(peer).requires_grad_(True).to(task.device) for peer in self.peers]
         example = task.example()
-        shapes = []
+        shapes: list[tuple[int, ...]] = []
+        losses: list[DistillLoss] = []
         for each in (model, *peers):
             with torch.no_grad(), mode(each, training=False):
                 predictions = task.predict(call(each, example))
-            self.rehearse(each, predictions)
+            losses.append(self._told(each, predictions, task) if each is model else losses[0])
+            check_soft_targets("mutual", losses[0], each, predictions)
             shapes.append(tuple(predictions.shape))
         for peer, shape in zip(peers, shapes[1:], strict=True):
             if shape != shapes[0]:
@@ -54,11 +59,22 @@ class Mutual(Objective):
                     " all must have the same classes"
                 )
         attach_adapters_(model, {str(i): peer for i, peer in enumerate(peers)})
-        return replace(self, peers=tuple(peers), task=task, student=model)
+        return replace(self, peers=tuple(peers), loss=losses[0], task=task, student=model)
+
+    def for_task(self, task: Task) -> Mutual:
+        """Return the objective with its task, whose loss and labels say what the predictions are."""
+        return replace(self, task=task)
 
     def rehearse(self, model: nn.Module, predictions: Any) -> None:
-        """Raise `ModelError` for soft targets of one channel."""
-        check_soft_targets("mutual", self.loss, model, predictions)
+        """Raise `ModelError` for soft targets of one channel, and of what the task, where it is known, says are no classes."""
+        if self.task is None:
+            check_soft_targets("mutual", self.loss, model, predictions)
+        else:
+            self._told(model, predictions, self.task)
+
+    def _told(self, model: nn.Module, predictions: Any, task: Task) -> DistillLoss:
+        """The loss, which knows in which dimension of a model's predictions the classes are."""
+        return told_class_dim("mutual", self.loss, task, model, predictions, reads_loss=bool(self.task_weight), given=self.dim)
 
     def close(self) -> None:
         """Remove the peers from the student."""
@@ -97,6 +113,7 @@ def mutual(
     temperature: float = 1.0,
     weight: float = 1.0,
     task_weight: float = 1.0,
+    dim: int | None = None,
 ) -> Mutual:
     """Return an objective that trains the model and its peers, each on what the others predict (1706.00384).
 
@@ -109,9 +126,11 @@ def mutual(
         temperature: of the soft targets, a positive number.
         weight: of the loss, a positive number.
         task_weight: of the task's loss, >= 0.
+        dim: the dimension of the predictions that holds the classes, as in `imitate`.
 
     Raises: SettingError for settings of the wrong type or range.
     """
+    check_dim(dim, "mutual")
     if not peers:
         raise SettingError("mutual(): wanted at least one peer besides the model that is trained")
     if wrong := [type(peer).__name__ for peer in peers if not isinstance(peer, nn.Module)]:
@@ -120,7 +139,6 @@ def mutual(
         raise SettingError(f"mutual(weight=...): wanted a positive number, got {weight}; without it there is nothing mutual")
     if task_weight < 0:
         raise SettingError(f"mutual(task_weight=...): wanted a number >= 0, got {task_weight}")
-    if temperature <= 0:
-        raise SettingError(f"mutual(temperature=...): wanted a positive number, got {temperature}")
+    check_positive("mutual", "temperature", temperature)
     chosen = loss if loss is not None else partial(soft_targets, temperature=temperature)
-    return Mutual(peers=peers, loss=chosen, weight=weight, task_weight=task_weight)
+    return Mutual(peers=peers, loss=chosen, weight=weight, task_weight=task_weight, dim=dim)

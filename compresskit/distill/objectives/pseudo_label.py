@@ -15,6 +15,7 @@ from compresskit.base.objective import Losses, Objective, bound
 from compresskit.base.packing import Resumable
 from compresskit.base.randomness import fork_rng_state
 from compresskit.base.task import Inputs, Task, call, first_tensor, to_device
+from compresskit.distill.class_dim import check_dim, class_dim, told_dim, with_class_dim
 from compresskit.distill.losses.logits import hard_targets
 from compresskit.distill.models.teacher import TeacherLike, TeacherSource, teacher_source
 from compresskit.distill.objectives.averages import averaged_for
@@ -58,6 +59,7 @@ class PseudoLabel(Objective):
     loss: DistillLoss
     weight: float
     task_weight: float
+    dim: int | None = None
     task: Task | None = None
     source: TeacherSource | None = None
     batches: RepeatedLoader | None = None
@@ -82,8 +84,12 @@ class PseudoLabel(Objective):
                 f"the teacher {source.label} gives predictions {tuple(wanted)}, the student {type(model).__name__} {tuple(got)};"
                 " both must have the same classes"
             )
-        source = averaged_for(source, self.loss, predictions)
-        return replace(self, source=source, task=task, batches=RepeatedLoader(self.unlabelled))
+        given = self.dim if self.dim is not None else told_dim(self.loss)
+        reads_loss = bool(self.task_weight)
+        found = class_dim(task, model, predictions, reads_loss=reads_loss, given=given, where="pseudo_label")
+        loss = with_class_dim("pseudo_label", self.loss, found, model, predictions)
+        source = averaged_for(source, loss, predictions, found.dim)
+        return replace(self, source=source, loss=loss, task=task, batches=RepeatedLoader(self.unlabelled))
 
     def resume_state(self) -> dict[str, Any]:
         """Return the position in the unlabelled data, and the state of the teacher where it has one, as a moving average has."""
@@ -132,6 +138,7 @@ def pseudo_label(
     loss: DistillLoss | None = None,
     weight: float = 1.0,
     task_weight: float = 1.0,
+    dim: int | None = None,
 ) -> PseudoLabel:
     """Return an objective: task_weight * (the task's loss) of a labelled batch + weight * loss of an unlabelled batch.
 
@@ -145,9 +152,11 @@ def pseudo_label(
         loss: `(student, teacher) -> scalar` instead of `hard_targets` with the threshold, such as `soft_targets`.
         weight: of the unlabelled loss, a positive number.
         task_weight: of the task's loss, >= 0.
+        dim: the dimension of the predictions that holds the classes, as in `imitate`.
 
     Raises: SettingError for settings of the wrong type or range.
     """
+    check_dim(dim, "pseudo_label")
     if not isinstance(unlabelled, Iterable) or isinstance(unlabelled, Iterator | Tensor):
         raise SettingError(
             "pseudo_label(unlabelled=...): wanted a loader of batches that can be read many times, got"
@@ -160,4 +169,4 @@ def pseudo_label(
     if task_weight < 0:
         raise SettingError(f"pseudo_label(task_weight=...): wanted a number >= 0, got {task_weight}")
     chosen = loss if loss is not None else partial(hard_targets, threshold=threshold)
-    return PseudoLabel(teacher=teacher, unlabelled=unlabelled, loss=chosen, weight=weight, task_weight=task_weight)
+    return PseudoLabel(teacher=teacher, unlabelled=unlabelled, loss=chosen, weight=weight, task_weight=task_weight, dim=dim)

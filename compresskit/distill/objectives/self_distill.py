@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.objective import Losses, Objective, bound
 from compresskit.base.task import Task, call, first_tensor
+from compresskit.distill.class_dim import check_dim, told_class_dim
 from compresskit.distill.losses.common import check_positive
-from compresskit.distill.losses.logits import soft_targets
-from compresskit.distill.objectives.terms import attach_adapters_, drop_adapters_, keep_fp32_
+from compresskit.distill.losses.logits import match_predictions
+from compresskit.distill.objectives.terms import DistillLoss, attach_adapters_, drop_adapters_, keep_fp32_
 from compresskit.graph.surgery import mode
 from compresskit.graph.taps import feature, find_taps, tapped
 from compresskit.train.objective import supervised_loss
@@ -57,6 +59,8 @@ class SelfDistill(Objective):
     head: HeadFactory
     temperature: float
     weight: float
+    dim: int | None = None
+    loss: DistillLoss = match_predictions
     task: Task | None = None
     student: nn.Module | None = None
     heads: dict[str, nn.Module] = field(default_factory=dict)
@@ -72,6 +76,8 @@ class SelfDistill(Objective):
         taps = tuple(dict.fromkeys(name for tap in self.taps for name in find_taps(model, tap)))
         with torch.no_grad(), mode(model, training=False), tapped(model, taps) as features:
             predictions = task.predict(call(model, task.example()))
+        match = partial(match_predictions, temperature=self.temperature)
+        loss = told_class_dim("self_distill", match, task, model, predictions, reads_loss=True, given=self.dim)
         heads: dict[str, nn.Module] = {}
         for tap in taps:
             heads[tap] = head = self.head(feature(features, tap), predictions).to(predictions.device)
@@ -81,7 +87,7 @@ class SelfDistill(Objective):
             if got != predictions.shape:
                 raise ModelError(f"self_distill: the head of {tap} gives {tuple(got)}, the model {tuple(predictions.shape)}")
         attach_adapters_(model, heads)
-        return replace(self, taps=taps, task=task, student=model, heads=heads)
+        return replace(self, taps=taps, loss=loss, task=task, student=model, heads=heads)
 
     def close(self) -> None:
         """Remove the heads from the student."""
@@ -98,15 +104,18 @@ class SelfDistill(Objective):
         for tap, head in self.heads.items():
             predictions = head(feature(features, tap).to(next(head.parameters(), deepest).dtype)).float()
             losses[f"task:{tap}"] = (1 - self.weight) * supervised_loss(task, predictions, target)
-            losses[f"imitate:{tap}"] = self.weight * soft_targets(predictions, deepest, temperature=self.temperature)
+            losses[f"imitate:{tap}"] = self.weight * self.loss(predictions, deepest)
         return losses
 
 
-def self_distill(*taps: str, head: HeadFactory = pooled_head, temperature: float = 3.0, weight: float = 0.3) -> SelfDistill:
+def self_distill(
+    *taps: str, head: HeadFactory = pooled_head, temperature: float = 3.0, weight: float = 0.3, dim: int | None = None
+) -> SelfDistill:
     """Return an objective that trains classifier heads on earlier layers with the model's own predictions.
 
     The sum of the task's loss and, for each head, (1 - weight) * (the task's loss) + weight * soft targets from the model's
-    predictions ("be your own teacher", Zhang et al., 1905.08094, eq. 4-5, without its hint term).
+    predictions ("be your own teacher", Zhang et al., 1905.08094, eq. 4-5, without its hint term). Where the task compares
+    predictions as numbers, a relative squared error takes the place of the soft targets.
 
     Args:
         taps: names or globs of the model's modules, see `find_taps`.
@@ -114,9 +123,11 @@ def self_distill(*taps: str, head: HeadFactory = pooled_head, temperature: float
             model and removed at the end.
         temperature: of the soft targets, a positive number.
         weight: of the soft targets, in (0, 1].
+        dim: the dimension of the predictions that holds the classes, as in `imitate`.
 
     Raises: SettingError for settings of the wrong type or range.
     """
+    check_dim(dim, "self_distill")
     if not taps:
         raise SettingError("self_distill(): wanted the names of at least one module, such as self_distill('layer1', 'layer2')")
     check_positive("self_distill", "temperature", temperature)
@@ -124,4 +135,4 @@ def self_distill(*taps: str, head: HeadFactory = pooled_head, temperature: float
         raise SettingError(f"self_distill(weight=...): wanted a number in (0, 1], got {weight}")
     if not callable(head):
         raise SettingError(f"self_distill(head=...): wanted a function, got {type(head).__name__}")
-    return SelfDistill(taps=taps, head=head, temperature=temperature, weight=weight)
+    return SelfDistill(taps=taps, head=head, temperature=temperature, weight=weight, dim=dim)

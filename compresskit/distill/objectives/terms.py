@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from compresskit.base.errors import CompressError, ModelError, SettingError
 from compresskit.base.objective import Losses
-from compresskit.distill.losses.logits import soft_targets
 from compresskit.distill.objectives.loss_weights import LossWeight, check_loss_weight, weight_at
 from compresskit.graph.taps import feature, find_taps
 
@@ -56,16 +55,6 @@ class TeacherAdapter(Protocol):
 
     def adapt_teacher(self, teacher: Any, /) -> Any:
         """Return the feature that is compared with the adapted feature of the student."""
-
-
-def check_soft_targets(where: str, loss: DistillLoss, model: nn.Module, predictions: Any) -> None:
-    """Raise `ModelError`, which begins with `where`, for soft targets of a model whose predictions have one channel."""
-    soft, settings = (loss.func, loss.keywords) if isinstance(loss, functools.partial) else (loss, {})
-    if soft is soft_targets and settings.get("dim", 1) == 1 and predictions.shape[1:2] == (1,):
-        raise ModelError(
-            f"{where}(): {type(model).__name__} gives one channel, of which a softmax says nothing; pass"
-            f" {where}(loss=compresskit.distill.losses.match_predictions)"
-        )
 
 
 def project(student: Tensor, teacher: Tensor) -> nn.Module:

@@ -24,7 +24,7 @@ import numpy as np
 from torch import Tensor
 
 from compresskit.base.errors import ExportError, SettingError
-from compresskit.base.files import atomic
+from compresskit.base.files import atomic, check_is_path
 from compresskit.base.task import Inputs
 from compresskit.export.bundles.preprocess import PIXELS, Preprocess
 from compresskit.export.check.benchmark import open_session
@@ -79,6 +79,9 @@ def bundle(
     its source; ExportError where the file does not load or cannot run the example, or preprocessing does not fit it; DataError
     where it takes another number of inputs, or the example is no pictures.
     """
+    if not isinstance(source, HasFile):
+        check_is_path(source, "bundle(source=...)", "; give that of an ONNX file, or the result of a run")
+    check_is_path(folder, "bundle(folder=...)")
     path = source.onnx if isinstance(source, HasFile) else Path(source)
     if path is None:
         raise SettingError("bundle(...): the result has no ONNX file; pass the path of one")

@@ -83,6 +83,8 @@ def benchmark(
     """
     chosen = _runtimes_to_time(runtimes)
     check_timing(threads, seconds, "bench")
+    if not isinstance(paths, Sequence) or isinstance(paths, str) or not paths:
+        raise SettingError(f"benchmark(paths=...): wanted a list of one path or more, got {paths!r:.60}")
     for path in paths:
         open_session(path)
     if inputs is None:

@@ -18,6 +18,7 @@ from compresskit.export.rewrite.dtypes import widen_to_fp32
 from compresskit.graph.capture import module_path
 from compresskit.graph.interpreter import run_graph
 from compresskit.graph.normalize import Node
+from compresskit.graph.tracing import no_autocast
 from compresskit.measure import numpy_inputs, session
 
 LARGEST_MEAN_ERROR = 0.02  # mean error, as a fraction of a value's range; rounding ties stay far below it
@@ -44,7 +45,7 @@ def first_layer_that_differs(path: str | Path, model: nn.Module, inputs: Inputs)
         if isinstance(value, Tensor) and value.is_floating_point() and node.op == "call_function":
             values[node.name] = value.detach().cpu().numpy()
 
-    with torch.no_grad():
+    with torch.no_grad(), no_autocast():
         run_graph(module, pytree.tree_leaves(inputs), keep)
     file = read_proto(path)
     here = {output for node in file.graph.node for output in node.output}
@@ -61,7 +62,15 @@ def first_layer_that_differs(path: str | Path, model: nn.Module, inputs: Inputs)
         wanted, found = values[name], got[name]
         if found.ndim == wanted.ndim > 1 and found.shape[1] > wanted.shape[1]:
             found = found[:, : wanted.shape[1]]  # the file may have more channels, see `rewrite.onnxruntime.channel_padding`
-        span = float(wanted.max() - wanted.min()) or 1.0
-        if wanted.shape != found.shape or not float(np.abs(wanted - found).mean()) <= LARGEST_MEAN_ERROR * span:
+        if wanted.shape != found.shape or not _share_of_range(wanted, found) <= LARGEST_MEAN_ERROR:
             return f"the first layer that differs is {module_path(nodes[name]) or 'the model itself'} (value {name!r})"
     return None
+
+
+def _share_of_range(wanted: np.ndarray, found: np.ndarray) -> float:
+    """Mean error as a fraction of the range; where both are nan, or the same infinity, there is none."""
+    alike = (wanted == found) | (np.isnan(wanted) & np.isnan(found))
+    finite = wanted[np.isfinite(wanted)]
+    span = float(np.ptp(finite)) if finite.size else 0.0
+    with np.errstate(invalid="ignore"):  # infinity minus infinity
+        return float(np.where(alike, 0.0, np.abs(wanted - found)).mean()) / (span or 1.0)

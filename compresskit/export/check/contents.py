@@ -32,8 +32,10 @@ SCALED_OPERATORS: dict[str, tuple[int, int, int | None]] = {
 BITS = {"FLOAT": 32, "DOUBLE": 64, "BOOL": 8, "UNDEFINED": 0}
 NO_WEIGHT = frozenset(("INT64", "INT32", "BOOL", "STRING"))  # types of shapes, axes, indices and biases
 LONGEST_NAME = 44
+#: Operators that take bits apart, in our files and in those of earlier versions.
+TAKING_APART = frozenset(("Mod", "BitShift"))
 #: Operators between stored bit planes and the tensors that they hold; see `export.rewrite.bit_planes`.
-PLANE_OPERATORS = frozenset(("Split", "Reshape", "Cast", "ReduceSum", "Mul", "Sub", "BitwiseAnd", "BitShift"))
+PLANE_OPERATORS = TAKING_APART | {"Split", "Reshape", "Cast", "ReduceSum", "Mul", "Sub", "GreaterOrEqual", "BitwiseAnd"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,10 +202,10 @@ class _Reader:
             while here in makers and here not in seen:
                 seen.add(here)
                 here = makers[here].input[0]
-            shifts = any(makers[other].op_type == "BitShift" for other in seen)
+            in_bits = any(makers[other].op_type in TAKING_APART for other in seen)
             planes = self.tensors.get(here)
             dims = [int(n) for n in self._numbers(node.input[1])]
-            if shifts and planes is not None and len(planes.dims) == 3 and -1 not in dims:
+            if in_bits and planes is not None and len(planes.dims) == 3 and -1 not in dims:
                 self.tensors[name] = SimpleNamespace(dims=dims, data_type=f"INT{planes.dims[0]}")
                 self.decoding |= seen
 

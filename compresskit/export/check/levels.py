@@ -79,8 +79,10 @@ class LevelVerification:
                 f"no verdict: on random inputs, which may lie outside the ranges it was calibrated for, it differs from"
                 f" {self.reference}; give real inputs"
             ]
-        lines.append(f"  {'optimization':<12}  {'same class':>10}  {'1 step':>8}  {'2 steps':>8}  {'largest error':>13}")
-        for name, level in self.levels.items():
+        compared = {} if self._nothing_compared else self.levels
+        if compared:
+            lines.append(f"  {'optimization':<12}  {'same class':>10}  {'1 step':>8}  {'2 steps':>8}  {'largest error':>13}")
+        for name, level in compared.items():
             top = "-" if level.agreement is None else f"{level.agreement:.2%}"
             cells = f"{top:>10}  {level.within_one:>8.2%}  {level.within_two:>8.2%}  {level.largest:>8.3g} steps"
             lines.append(f"  {name:<12}  {cells}")

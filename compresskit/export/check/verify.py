@@ -116,6 +116,8 @@ class Verification:
         if self.runtime and self.elsewhere:
             levels[f"{self.runtime.name} {self.runtime.version}"] = self.elsewhere
         for name, level in levels.items():
+            if level.not_finite == 1:  # nothing was compared, which is said once below
+                continue
             top = "" if level.agreement is None else f"same class {level.agreement:.2%}, "
             lines.append(f"  {name:<10}  {top}within a step {level.within_one:.2%}, largest error {level.largest:.3g} steps")
         lines += [f"  {remark}"] if (remark := not_finite_remark(levels.values())) else []
@@ -151,7 +153,7 @@ def verify_onnx(
     """
     proto = _checked_proto(path, model, executed)
     others = MachineCheck(path, machines_named(machines))
-    total, batches = len(batches) if isinstance(batches, Sized) else None, _first_has_rows(each_inputs(batches, "verify_onnx"))
+    total, batches = _batch_count(batches), _first_has_rows(each_inputs(batches, "verify_onnx"))
     sessions = _sessions(path, proto)
     model, batches = _batches_inside(model, batches, inside) if inside else (model, batches)
     parts = quantized_parts(model).values()
@@ -194,6 +196,13 @@ def _checked_proto(path: Any, model: Any, executed: Any) -> Any:
     if executed is not None and not callable(executed):
         raise SettingError(f"verify_onnx(executed=...): wanted a function of the outputs, got {executed!r:.60}")
     return read_proto(path)  # refuses weights outside its folder
+
+
+def _batch_count(batches: Any) -> int | None:
+    """How many there are, where that is known."""
+    if isinstance(batches, Tensor):  # one batch
+        return 1
+    return len(batches) if isinstance(batches, Sized) else None
 
 
 def _first_has_rows(batches: Iterable[Inputs]) -> Iterator[Inputs]:
@@ -330,14 +339,19 @@ def _remark_on_sizes(found: Comparison, path: str | Path, model: nn.Module, inpu
     return "" if found.random else remark_on_other_sizes(path, model, inputs, sessions, dtype)
 
 
+def _known_length(batches: Iterable[AnyInputs]) -> int | None:
+    """How many batches there are, None where that shows at the end; a tensor, which are no batches, is refused elsewhere."""
+    return len(batches) if isinstance(batches, Sized) and not isinstance(batches, Tensor) else None
+
+
 def _sessions(path: str | Path, proto: Any) -> list[Any]:
     """Of a file as it is written, and optimized."""
     threads = torch.get_num_threads()
-    first = 1 if _depends_on_threads(proto) else threads
+    first = 1 if depends_on_threads(proto) else threads
     return [session(path, optimize=False, threads=first), session(path, threads=threads)]
 
 
-def _depends_on_threads(proto: Any) -> bool:
+def depends_on_threads(proto: Any) -> bool:
     """Whether a file has an operator of which each thread of ONNX Runtime finds the ranges of its own part of the batch."""
     return any(node.op_type == "DynamicQuantizeLSTM" for node in proto.graph.node)
 

@@ -1,10 +1,13 @@
 """Store integers of any width as bit planes: as many bits as they need, in operators that every runtime has.
 
-planes (bits, n / 8, 1) uint8 -> BitShift by 0..7 -> BitwiseAnd 1 -> times 1, 2, 4, ..., -2^(bits - 1) -> sum over the planes
-    -> int8 -> Split into the tensors -> Reshape
+planes (bits, n / 8, 1) uint8 -> Mod 2, 4, 8, ..., 256 -> at least 1, 2, 4, ..., 128 -> times 1, 2, 4, ..., -2^(bits - 1)
+    -> sum over the planes -> int8 -> Split into the tensors -> Reshape
 
 Bit b of an integer in two's complement stands in plane b, eight neighbouring integers in a byte. Integers that are only -1 and 1
 take one plane: 2 times the bit, less 1. Tensors of one width share the operators, up to `MOST_TOGETHER` values.
+
+There are no operators on bits: OpenVINO (2026.4) computes none of them on loading a file, so that convolutions that read the
+weights run in float, and BitShift as a division in float, which leaves behind the point what is shifted out.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-PLANES_OPSET = 18  # of BitwiseAnd
+PLANES_OPSET = 18  # older files are for tools that read weights of bytes
 MOST_TOGETHER = 2**20  # values: a runtime holds 4 bytes for each bit while it computes them
 PLANES = "planes"  # how the name of what is stored begins
 
@@ -81,8 +84,9 @@ class _PlaneBuilder:
         codes = (flat + 1) // 2 if bits == 1 else flat & (2**bits - 1)
         planes = np.stack([np.packbits((codes >> bit & 1).astype(np.uint8), bitorder="little") for bit in range(bits)])
         self.graph.register_initializer(stored := self._value(self._new_name(PLANES), planes[:, :, None]))
-        shifted = self._node("BitShift", stored, self._constant(np.arange(8, dtype=np.uint8)), direction="RIGHT")
-        digits = self._node("BitwiseAnd", shifted, self._constant(np.uint8(1)))
+        places = np.left_shift(1, np.arange(8, dtype=np.int32))
+        up_to_place = self._node("Mod", self._node("Cast", stored, to=ir.DataType.INT32.value), self._constant(2 * places))
+        digits = self._node("GreaterOrEqual", up_to_place, self._constant(places))
         numbers = self._node("Cast", digits, to=ir.DataType.INT32.value)
         if bits == 1:
             numbers = self._node("Mul", numbers, self._constant(np.int32(2)))

@@ -1,8 +1,8 @@
 """Store integers of few bits packed, in the narrowest form of an opset that holds their values.
 
 4 bits        int4 (opset 21), Cast to int8
-2 bits        int2 (opset 25), Cast to int8
-1, 3, 5, 6    bit planes (opset 18), see `bit_planes.py`; 2 and 4 bits, too, where the opset has no type for them
+2 bits        int2 (opset 25), Cast to int8, where the runtime reads it
+1, 3, 5, 6    bit planes (opset 18), see `bit_planes.py`; 2 and 4 bits, too, where there is no type for them
 7, 8 bits     int8
 
 A runtime computes what follows from constants once, when it loads the file, so its integer kernels of 8 bits run as before.
@@ -33,21 +33,25 @@ def knows_int2() -> bool:
     return hasattr(TensorProto, "INT2") and hasattr(ir.DataType, "INT2") and hasattr(ml_dtypes, "int2")
 
 
-def pack_few_bits(model: ir.Model, opset: int, *, ending: str = "") -> None:
-    """Store int8 initializers whose names end in `ending` in the narrowest form of an opset that holds their values."""
+def pack_few_bits(model: ir.Model, opset: int, *, ending: str = "", int2: bool = True) -> None:
+    """Store int8 initializers whose names end in `ending` in the narrowest form of an opset that holds their values.
+
+    int2: whether the runtime reads constants of 2 bits.
+    """
+    types = {4: ml_dtypes.int4} if opset >= INT4_OPSET else {}
+    types |= {2: ml_dtypes.int2} if int2 and opset >= INT2_OPSET and knows_int2() else {}
     planes: dict[int, list[Packed]] = defaultdict(list)
     for value in [v for name, v in model.graph.initializers.items() if name.endswith(ending)]:
         tensor = value.const_value
         if tensor is None or tensor.dtype is not ir.DataType.INT8 or tensor.size < SMALLEST_PACKED or value.is_graph_output():
             continue
         found = Packed(value, tensor.numpy(), bits_needed(tensor.numpy()))
-        kind = _type_of(found.bits, opset, exactly=True)
-        if kind is not None:
-            _store_as(model, found, kind)
+        if found.bits in types:
+            _store_as(model, found, types[found.bits])
         elif found.bits <= MOST_PACKED:
             planes[found.bits].append(found)
     for bits, alike in sorted(planes.items()):
-        kind = _type_of(bits, opset, exactly=False)
+        kind = types.get(4) if bits < 4 else None
         otherwise = 8 if kind is None else 4
         saved = sum(found.integers.size for found in alike) * (otherwise - bits) // 8
         if opset >= PLANES_OPSET and saved >= LEAST_SAVED:
@@ -55,13 +59,6 @@ def pack_few_bits(model: ir.Model, opset: int, *, ending: str = "") -> None:
         elif kind is not None:
             for found in alike:
                 _store_as(model, found, kind)
-
-
-def _type_of(bits: int, opset: int, *, exactly: bool) -> type | None:
-    """The type of an opset that holds integers of so many bits; `exactly`: and no larger ones."""
-    if bits == 2 and opset >= INT2_OPSET and knows_int2():
-        return ml_dtypes.int2
-    return ml_dtypes.int4 if opset >= INT4_OPSET and (bits == 4 or (bits < 4 and not exactly)) else None
 
 
 def _store_as(model: ir.Model, tensor: Packed, kind: type) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from compresskit.base.errors import ExportError
-from compresskit.base.files import atomic
+from compresskit.base.files import atomic, check_is_path
 from compresskit.export.files import data_path
 from compresskit.measure import session
 
@@ -23,6 +23,7 @@ def compressed_bytes(path: str | Path) -> dict[str, int | None]:
     Returns:
         Bytes: "zip" with deflate at level 9, "zstd" at level 19 (None where no zstd module is installed).
     """
+    check_is_path(path, "compressed_bytes(path=...)")
     data = b"".join(p.read_bytes() for p in (Path(path), data_path(path)) if p.exists())
     zstd = _zstd()
     return {"zip": len(zlib.compress(data, 9)), "zstd": None if zstd is None else len(zstd.compress(data, 19))}

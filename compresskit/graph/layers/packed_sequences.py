@@ -13,7 +13,8 @@ a padded batch keeps its order.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -25,12 +26,19 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import ModelError
+from compresskit.base.task import Inputs, call
 from compresskit.graph.differences import without_fills
+from compresskit.graph.normalize import aten
+from compresskit.graph.surgery import call_unmoved
+from compresskit.graph.tracing import first_time
+from compresskit.graph.varying.shorter_rows import PACK, PackedLengths, with_shorter_rows
 
-_PACK: Any = torch._VF._pack_padded_sequence  # type: ignore[attr-defined]
 _PAD: Any = torch._VF._pad_packed_sequence  # type: ignore[attr-defined]
 #: What torch does with the order of a packed sequence -> which of the arguments that is.
 _ORDERING = {Tensor.to: 0, Tensor.cpu: 0, Tensor.__getitem__: 1, Tensor.index_select: 2}
+#: Operators that read the size of a tensor, and none of its values.
+_OF_SIZES = {aten.sym_size.int, aten.full_like.default, aten.ones_like.default, aten.zeros_like.default}
+_OF_SIZES |= {aten.new_full.default, aten.new_ones.default, aten.new_zeros.default}
 FAITHFUL = 1e-3  # error of a graph of a padded batch, as a fraction of the largest value of each output
 
 
@@ -43,6 +51,20 @@ def last_cell_states(like: Tensor) -> Tensor:
 @last_cell_states.register_fake
 def _last_cell_states_shape(like: Tensor) -> Tensor:
     return torch.empty_like(like)
+
+
+@torch.library.custom_op("compresskit::lengths_of_rows", mutates_args=())
+def lengths_of_rows(lengths: Tensor) -> Tensor:
+    """Marks the lengths of a packed sequence in a trace; `check_padded_outputs` takes it out."""
+    return lengths.clone()
+
+
+@lengths_of_rows.register_fake
+def _lengths_of_rows_shape(lengths: Tensor) -> Tensor:
+    return torch.empty_like(lengths)
+
+
+fx.node.has_side_effect(torch.ops.compresskit.lengths_of_rows.default)  # nothing reads it
 
 
 @dataclass(frozen=True)
@@ -115,11 +137,11 @@ def _refuse_sizes(how: str) -> NoReturn:
 class Packing:
     """torch's functions for packed sequences, in one trace.
 
-    zeros: tensors of zeros that were made, of which initial states are recognized. orders: of rows, which are as they were.
-    packs: whether anything was packed.
+    zeros: tensors of zeros that were made, of which initial states are recognized, and how often each was written. orders: of
+        rows, which are as they were. packs: whether anything was packed.
     """
 
-    zeros: list[Tensor] = field(default_factory=list)
+    zeros: list[tuple[Tensor, int]] = field(default_factory=list)
     orders: list[Tensor] = field(default_factory=list)
     packs: bool = False
 
@@ -127,7 +149,7 @@ class Packing:
         """Call a function that is no recurrent layer, or what is in its place."""
         if func in (torch.max_pool1d, F.max_pool1d) and (made := _pooled_as_image(*args, **kwargs)) is not None:
             return made
-        if func is _PACK:
+        if func is PACK:
             self.packs = True
             return _as_padded_batch(*args, **kwargs)
         if func is _PAD and isinstance(args[1], PaddedRows):
@@ -141,7 +163,7 @@ class Packing:
             return args[0]
         result = func(*args, **kwargs)
         if func is torch.zeros:
-            self.zeros.append(result)
+            self.zeros.append((result, result._version))
         elif func is Tensor.scatter_ and len(args) > 2 and self._is_order(args[2]):  # torch inverts an order so
             self.orders.append(args[0])
         return result
@@ -157,7 +179,7 @@ class Packing:
         rest: dropout, whether it trains, and whether there are two directions, as torch's operators take them.
         """
         states, weights = list(state) if kind == "lstm" else [state], list(weights)
-        blank = all(any(each is made for made in self.zeros) for each in states)
+        blank = all(any(each is made and each._version == version for made, version in self.zeros) for each in states)
         directions = 2 if rest[-1] else 1
         count = len(weights) // (layers * directions)
         x, ends = data.reshape(padded.steps, padded.rows, data.shape[-1]), []
@@ -187,6 +209,7 @@ def _is_packing() -> bool:
 def _as_padded_batch(x: Tensor, lengths: Tensor, batch_first: bool = False) -> tuple[Tensor, PaddedRows]:
     """What `pack_padded_sequence` packs, as a padded batch."""
     x = x.transpose(0, 1) if batch_first else x
+    torch.ops.compresskit.lengths_of_rows(lengths)
     return x.flatten(0, 1), PaddedRows(lengths, x.shape[0], x.shape[1])
 
 
@@ -239,17 +262,65 @@ def check_cell_states_(graph: fx.Graph) -> None:
         )
 
 
-def check_padded_outputs(model: Callable[[], Any], graph: Callable[[], Any]) -> None:
+def check_padded_outputs(model: nn.Module, program: torch.export.ExportedProgram, inputs: Inputs) -> None:
     """Compare what a model gives with what the graph of its padded batch does, as far as both have as many steps.
 
-    Nothing is compared of a model that draws random numbers, whose runs differ from one another. Raises ModelError where they
-    differ: something was computed of the padding.
+    Where no row of a packed batch has padding, they are compared for shorter rows, too; of one that has none for any inputs that
+    are found is warned. Nothing is compared of a model that draws random numbers, whose runs differ from one another.
+
+    Args:
+        model: in eval mode; it is not changed.
+        program: its graph; what stands for lengths is taken out.
+        inputs: of the sizes that the graph takes.
+
+    Raises ModelError where outputs differ: something was computed of the padding.
     """
+    read = _lengths_of_inputs_(program.graph_module.graph)
+    graph = program.module()
+
+    def run(inputs: Inputs) -> Any:
+        return call_unmoved(model, inputs)[0]
+
     drawn = torch.get_rng_state()
-    wanted = model()
-    if not torch.equal(drawn, torch.get_rng_state()):
-        return
-    for a, b in zip(pytree.tree_leaves(wanted), pytree.tree_leaves(graph()), strict=True):
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of projections
+        with PackedLengths() as packed:
+            wanted = run(inputs)
+        if not torch.equal(drawn, torch.get_rng_state()):
+            return
+        _compare_outputs(wanted, call(graph, inputs), "on the example")
+        if not packed.full or not read:
+            return
+        shorter, padded = with_shorter_rows(model, inputs, packed, run)
+        _compare_outputs(run(shorter), call(graph, shorter), "where rows of the example are shorter")
+    if not padded and first_time(type(model), "full rows"):
+        warnings.warn(
+            f"{type(model).__name__} packs a batch of which no row has padding in the example: whether its graph, and a file of"
+            " it, are right for shorter rows was not seen. Give an example whose rows have different lengths",
+            stacklevel=4,
+        )
+
+
+def _lengths_of_inputs_(graph: fx.Graph) -> bool:
+    """Take what stands for lengths out of a graph. Returns whether any are computed of the values of inputs."""
+    marks = graph.find_nodes(op="call_function", target=torch.ops.compresskit.lengths_of_rows.default)
+    pending = [node for mark in marks for node in mark.all_input_nodes]
+    for mark in marks:
+        graph.erase_node(mark)
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        if node.op == "placeholder":
+            return True
+        inputs = [] if node.target in _OF_SIZES else [n for n in node.all_input_nodes if n not in seen]
+        seen.update(inputs)
+        pending += inputs
+    return False
+
+
+def _compare_outputs(wanted: Any, got: Any, where: str) -> None:
+    """Raise ModelError where the outputs of a model and of its graph differ, as far as both have as many steps."""
+    for a, b in zip(pytree.tree_leaves(wanted), pytree.tree_leaves(got), strict=True):
         if not isinstance(a, Tensor) or not a.is_floating_point():
             continue
         common = tuple(slice(min(sizes)) for sizes in zip(a.shape, b.shape, strict=True))
@@ -260,7 +331,7 @@ def check_padded_outputs(model: Callable[[], Any], graph: Callable[[], Any]) -> 
         if not torch.allclose(a, b, rtol=0.0, atol=FAITHFUL * largest, equal_nan=True):
             error = float((a - b).nan_to_num(0.0, torch.inf).abs().max())  # equal infinities differ by NaN
             raise ModelError(
-                "a packed sequence cannot be captured where padding counts: on the example the graph of the padded batch gives"
+                f"a packed sequence cannot be captured where padding counts: {where} the graph of the padded batch gives"
                 f" other outputs than the model, by {error:.3g}; pad the example to its longest row alone, or"
                 " set pad_packed_sequence(total_length=), and compute nothing over several steps of PackedSequence.data"
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import re
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -88,6 +89,42 @@ def traced_by_code(
         if OtherSizes(program, model, example, dims).agrees_on_the_example:
             return program
     return None
+
+
+def traced_with_len(
+    error: BaseException, model: nn.Module, trace: Callable[[], torch.export.ExportedProgram]
+) -> torch.export.ExportedProgram | None:
+    """Trace a model by running its code, in which `len(x)` of a tensor is `x.shape[0]`, a size that may vary.
+
+    For models of packed sequences, which torch does not follow by reading the code. It is so in the files of the model's classes.
+
+    Args:
+        error: that tracing the model raised.
+        model: what is traced.
+        trace: does the same once more.
+
+    Returns the program; None where another error was raised, or this fails, too.
+    """
+    if not takes_constant(error):
+        return None
+    names = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
+    own = [
+        vars(sys.modules[name]) for name in names if name in sys.modules and name.partition(".")[0] not in ("torch", "builtins")
+    ]
+    files = [file for file in own if "len" not in file]
+    try:
+        for file in files:
+            file["len"] = _len
+        with suppress(Exception):
+            return trace()
+    finally:
+        for file in files:
+            del file["len"]
+    return None
+
+
+def _len(value: Any) -> Any:
+    return value.shape[0] if isinstance(value, torch.Tensor) and value.ndim else len(value)
 
 
 def _state_of(model: nn.Module) -> dict[tuple[nn.Module, str], Any]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import logging
+from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils.hooks import RemovableHandle
 
 from compresskit.base.errors import ModelError
 from compresskit.mixed.formats.policy import BATCH_NORMS, HALVES, Policy
+
+log = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -27,6 +30,30 @@ class KeepsFP32(Protocol):
     """A module that stays in fp32 under every policy where its attribute `keeps_fp32` is true, such as a quantizer."""
 
     keeps_fp32: bool
+
+
+@runtime_checkable
+class OfFloatModel(Protocol):
+    """A module that computes what the modules of a float model did without calling them, such as a quantized graph in training.
+
+    float_modules: dotted name of each module of the float model -> its class. float_tensors: names of its parameters and buffers.
+    """
+
+    float_modules: Mapping[str, type[nn.Module]]
+    float_tensors: Collection[str]
+
+    def float_names(self) -> Mapping[str, str]:
+        """Name of each parameter and buffer here -> the name that the float model has it under."""
+
+    def keep_fp32_(self, modules: Collection[str], half: torch.dtype) -> HasRemove:
+        """Let the operators of these modules compute in fp32 beside half ones, until `remove()`."""
+
+
+class HasRemove(Protocol):
+    """What takes something out of a model again, such as the handle of a hook."""
+
+    def remove(self) -> None:
+        """Take it out."""
 
 
 def in_fp32(value: Tensor) -> Tensor:
@@ -63,29 +90,79 @@ def _cast_fields(value: Any, dtype: torch.dtype) -> Any:
 
 
 def kept_fp32(model: nn.Module, policy: Policy) -> set[Any]:
-    """The modules, parameters and ids of buffers that stay in fp32: by class, by name, or by `keeps_fp32`."""
-    kinds = tuple(kind for kind in policy.keep_fp32 if isinstance(kind, type))
+    """The modules, parameters and ids of buffers that stay in fp32: by class, by name, or by `keeps_fp32`.
+
+    In quantization-aware training classes and names are those of the float model. Raises ModelError for a name of nothing.
+    """
+    kinds, names = _kinds_and_names(policy)
     kept: set[Any] = {m for m in model.modules() if isinstance(m, kinds) or (isinstance(m, KeepsFP32) and m.keeps_fp32)}
-    modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    for name in (name for name in policy.keep_fp32 if isinstance(name, str)):
-        if name in parameters:
-            kept.add(parameters[name])
-        elif name in buffers:
-            kept.add(id(buffers[name]))
+    tensors: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
+    tensors |= {name: id(buffer) for name, buffer in model.named_buffers(remove_duplicate=False)}
+    parts = _float_parts(model)
+    modules = {name: m for name, m in model.named_modules() if not _lies_in(name, parts)}
+    for path, part in parts.items():
+        own = {_dotted(path, there): tensors[_dotted(path, here)] for here, there in part.float_names().items()}
+        tensors |= own
+        for chosen in _modules_kept(part, path, kinds, names):
+            kept |= {tensor for name, tensor in own.items() if not chosen or name.startswith(f"{_dotted(path, chosen)}.")}
+        known = {_dotted(path, name) for name in part.float_tensors}
+        gone = known - own.keys() - {name for name in known if name.endswith(".num_batches_tracked")}
+        for name in sorted(names & {*gone, *(_dotted(path, name) for name in part.float_modules)}):
+            _warn_of_merged(name, gone, own, policy)
+            names.remove(name)
+    for name in sorted(names):
+        if name in tensors:
+            kept.add(tensors[name])
         elif name in modules:
             kept |= set(modules[name].modules()) | set(modules[name].parameters())
         else:
-            near = [known for known in (*modules, *parameters) if name in known][:3]
+            own_modules = [_dotted(path, own) for path, part in parts.items() for own in part.float_modules]
+            near = [known for known in dict.fromkeys([*modules, *own_modules, *tensors]) if name in known][:3]
             hint = f"; near it: {', '.join(near)}" if near else ""
             raise ModelError(f"Policy {policy.name}: keep_fp32 names {name!r}, which the model does not have{hint}")
     return kept
 
 
-def add_cast_hooks_(model: nn.Module, policy: Policy, hooked: set[nn.Module]) -> list[RemovableHandle]:
+def _kinds_and_names(policy: Policy) -> tuple[tuple[type[nn.Module], ...], set[str]]:
+    kept = policy.keep_fp32
+    return tuple(kind for kind in kept if isinstance(kind, type)), {name for name in kept if isinstance(name, str)}
+
+
+def _float_parts(model: nn.Module) -> dict[str, OfFloatModel]:
+    return {path: module for path, module in model.named_modules() if isinstance(module, OfFloatModel)}
+
+
+def _lies_in(name: str, paths: Collection[str]) -> bool:
+    """Whether a dotted name is that of something inside one of the modules, but not the module itself."""
+    return any(name != path and (not path or name.startswith(f"{path}.")) for path in paths)
+
+
+def _dotted(path: str, name: str) -> str:
+    return f"{path}.{name}" if path and name else path or name
+
+
+def _modules_kept(part: OfFloatModel, path: str, kinds: tuple[type[nn.Module], ...], names: Collection[str]) -> set[str]:
+    """The modules of a float model, by their names in it, that a policy keeps in fp32. path: of the part in the whole model."""
+    return {name for name, kind in part.float_modules.items() if issubclass(kind, kinds) or _dotted(path, name) in names}
+
+
+def _warn_of_merged(name: str, gone: Collection[str], own: Collection[str], policy: Policy) -> None:
+    """Log a warning where nothing of a name of the float model is left in the graph that is trained."""
+    lost, left = ([n for n in found if n == name or n.startswith(f"{name}.")] for found in (gone, own))
+    if lost and not left:
+        log.warning(
+            "Policy %s: keep_fp32 names %r, whose weights are merged into those of another layer, or computed from others, in the"
+            " graph that is trained; nothing is kept in fp32 for it",
+            policy.name,
+            name,
+        )
+
+
+def add_cast_hooks_(model: nn.Module, policy: Policy, hooked: set[nn.Module]) -> list[HasRemove]:
     """Add hooks to modules kept in fp32 inside a half model that cast their inputs to fp32 and their outputs to half.
 
-    Batch norms need none, as their kernels take half inputs beside fp32 weights; nor do modules with `keeps_fp32`.
+    Batch norms need none, as their kernels take half inputs beside fp32 weights; nor do modules with `keeps_fp32`. A graph in
+    which modules are not called gets casts around their operators.
 
     Args:
         model: the half model.
@@ -93,16 +170,17 @@ def add_cast_hooks_(model: nn.Module, policy: Policy, hooked: set[nn.Module]) ->
         hooked: modules that have their hooks already; those that get them here are added.
 
     Returns:
-        The handles that remove the hooks.
+        What removes the hooks.
     """
     half = policy.param_dtype
     assert half is not None
-    kinds = tuple(kind for kind in policy.keep_fp32 if isinstance(kind, type) and not issubclass(kind, BATCH_NORMS))
-    names = {name for name in policy.keep_fp32 if isinstance(name, str)}
+    every, names = _kinds_and_names(policy)
+    kinds = tuple(kind for kind in every if not issubclass(kind, BATCH_NORMS))
+    parts = _float_parts(model)
     outermost: list[str] = []
-    handles: list[RemovableHandle] = []
+    handles: list[HasRemove] = []
     for name, module in model.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in outermost)
+        inside = _lies_in(name, [*outermost, *parts])
         if inside or not (name in names or isinstance(module, kinds)) or isinstance(module, BATCH_NORMS):
             continue
         outermost.append(name)
@@ -111,6 +189,11 @@ def add_cast_hooks_(model: nn.Module, policy: Policy, hooked: set[nn.Module]) ->
         hooked.add(module)
         handles.append(module.register_forward_pre_hook(_into_fp32, with_kwargs=True))
         handles.append(module.register_forward_hook(lambda _module, _args, output: cast_floating(output, half)))
+    for path, part in parts.items():
+        whole = model.get_submodule(path)
+        if whole not in hooked and not _lies_in(path, outermost) and (chosen := _modules_kept(part, path, every, names)):
+            hooked.add(whole)
+            handles.append(part.keep_fp32_(chosen, half))
     return handles
 
 

@@ -14,12 +14,11 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from compresskit.base.errors import CheckpointError, SettingError, TrainingError
 from compresskit.mixed.formats import bf16_formats, bf16_in_pieces
 from compresskit.mixed.formats.bf16_in_pieces import Draws
-from compresskit.mixed.formats.casts import add_cast_hooks_, in_fp32, kept_fp32
+from compresskit.mixed.formats.casts import HasRemove, add_cast_hooks_, in_fp32, kept_fp32
 from compresskit.mixed.formats.parallel import broadcast_from_zero_, full_tensor, reshard_
 from compresskit.mixed.formats.policy import HALVES, Policy
 from compresskit.mixed.step.buffers import HalfBuffers, widen_buffers_
@@ -64,7 +63,7 @@ class MasterWeights:
         self.half_parameters: list[nn.Parameter] = []
         self.buffers, self.gradients = HalfBuffers(model, policy), GradientOwner(optimizer)
         self.hooked: set[nn.Module] = set()  # modules kept in fp32, with hooks that cast around them
-        self.handles: list[RemovableHandle] = []
+        self.handles: list[HasRemove] = []
         self.next_offset = 0
         self.finished = False
         self.steps = torch.zeros((), dtype=torch.int64, device=device)  # counter of the stochastic rounding

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compresskit.base.errors import DataError, SettingError
-from compresskit.base.inputs import AnyInputs, call_checked, each_inputs
+from compresskit.base.inputs import AnyInputs, call_checked, each_inputs, not_finite, not_finite_error
 from compresskit.base.task import Inputs
 from compresskit.graph.surgery import get_tensor, mode, owner
 from compresskit.prune.evidence import watched_calls, with_batch
@@ -56,7 +56,7 @@ def reconstruct_(
         Layer -> fraction of the variance of its output that is still lost, 0 for none; empty if nothing was changed.
 
     Raises:
-        DataError: there is no batch.
+        DataError: there is no batch, or a layer reads nan or infinite values, as of data that hold such.
     """
     if damping <= 0:
         raise SettingError(f"reconstruct_(damping=...): wanted a positive number, got {damping}")
@@ -181,6 +181,8 @@ def input_statistics(
         norms: whether to look for the BatchNorm that alone reads a layer's output; every operator is then watched.
         for_each_input: a layer is read at so many positions for each of its inputs, or at all there are, each counted once;
             0 samples each batch, whatever others gave, and may count a position twice.
+
+    Raises DataError where a layer reads nan or infinite values.
     """
     statistics = {name.removesuffix(".weight"): InputStatistics() for name in names}
     generator, readers = torch.Generator(device="cpu").manual_seed(0), _Readers() if norms else None
@@ -200,14 +202,17 @@ def input_statistics(
 
     watched = [*statistics, *(_batchnorms(dense) if norms else ())]
     with watched_calls(dense, watched, visit), torch.no_grad(), mode(dense, training=False):
-        for inputs in batches:
+        for number, inputs in enumerate(batches, 1):
             if readers is None:
                 call_checked(dense, inputs, "calibration data")
-                continue
-            readers.outputs.clear()
-            with readers:
-                outputs = call_checked(dense, inputs, "calibration data")
-            readers.count(outputs)
+            else:
+                readers.outputs.clear()
+                with readers:
+                    outputs = call_checked(dense, inputs, "calibration data")
+                readers.count(outputs)
+            for path, found in statistics.items():
+                if not_finite(found.total) or not_finite(found.products.diagonal() if found.rows else None):
+                    raise not_finite_error("calibration data", f"the input of {path}", [inputs], number)
     for path, found in statistics.items():
         found.norm = None if readers is None else readers.norm_of(path)
     return {f"{path}.weight": inputs for path, inputs in statistics.items() if inputs.rows}

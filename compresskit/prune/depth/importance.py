@@ -19,11 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compresskit.base.errors import DataError, SettingError
-from compresskit.base.inputs import call_checked, some_batches
+from compresskit.base.inputs import call_checked, not_finite, not_finite_error, some_batches
 from compresskit.base.progress import progress_bar
 from compresskit.base.task import Inputs, Task, batch_size, first_tensor
 from compresskit.distill.losses.logits import match_predictions
 from compresskit.graph.surgery import mode, no_attention_fastpath
+from compresskit.graph.tracing import no_autocast
 from compresskit.prune.depth.find_blocks import ResidualBlock
 from compresskit.prune.evidence import readable
 from compresskit.prune.structure.repeatable import state_restored
@@ -48,7 +49,7 @@ class BlockScoring:
 
     def predict(self, inputs: Inputs) -> Tensor:
         """The model's predictions."""
-        with torch.no_grad(), no_attention_fastpath():
+        with torch.no_grad(), no_attention_fastpath(), no_autocast():
             output = call_checked(self.model, inputs, "calibration data")
         return first_tensor(output) if self.task is None else self.task.predict(output)
 
@@ -57,6 +58,17 @@ class BlockScoring:
         pairs = zip(self.batches, self.predictions, strict=True)
         total = sum(float(match_predictions(self.predict(x), wanted)) * len(wanted) for x, wanted in pairs)
         return total / sum(map(len, self.predictions))
+
+
+def original_predictions(model: nn.Module, batches: Sequence[Inputs], task: Task | None) -> list[Tensor]:
+    """A model's predictions for every batch, which others are compared with. Raises DataError where data make them nan."""
+    predict, found = first_tensor if task is None else task.predict, list[Tensor]()
+    for number, inputs in enumerate(batches, 1):
+        with torch.no_grad(), no_attention_fastpath(), no_autocast():
+            found.append(predict(call_checked(model, inputs, "calibration data")))
+        if not_finite(found[-1]) == "nan":
+            raise not_finite_error("calibration data", "a prediction of the model", [inputs], number)
+    return found
 
 
 Importance = Callable[[BlockScoring], dict[str, float]]
@@ -146,10 +158,12 @@ def first_order(scoring: BlockScoring) -> dict[str, float]:
     total, seen = dict.fromkeys((block.path for block in scoring.blocks), 0.0), 0
     objective = task_losses(scoring.model, task)
     with readable(scoring.model):
-        for batch in some_batches(task, "train", scoring.samples, "score"):
+        for number, batch in enumerate(some_batches(task, "train", scoring.samples, "score"), 1):
             kept: list[tuple[str, Tensor, Tensor]] = []
             with _watched_blocks(scoring, partial(_keep, kept)):
                 loss = sum(objective(scoring.model, batch).values(), torch.zeros(()))
+            if not_finite(loss):
+                raise not_finite_error("importance=first_order", "the loss", [batch], number)
             grads = torch.autograd.grad(loss, [after for _, _, after in kept], allow_unused=True)
             for (path, before, after), grad in zip(kept, grads, strict=True):
                 total[path] += 0.0 if grad is None else float((grad * (before - after).detach()).sum().abs())

@@ -6,15 +6,14 @@ import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-import torch
 from torch import Tensor, nn
 
 from compresskit.base.budget import Budget, Quantity, check_budget, takes_budget
 from compresskit.base.errors import ModelError, SettingError
-from compresskit.base.inputs import AnyInputs, as_inputs, calibration_inputs, call_checked
+from compresskit.base.inputs import AnyInputs, as_inputs, calibration_inputs
 from compresskit.base.progress import progress_bar
-from compresskit.base.task import Inputs, Task, first_tensor
-from compresskit.graph.surgery import frozen_copy, no_attention_fastpath
+from compresskit.base.task import Inputs, Task
+from compresskit.graph.surgery import frozen_copy
 from compresskit.measure import count_macs, count_parameters, few_rows
 from compresskit.prune.channels.candidates import ExportedCandidates, Form
 from compresskit.prune.channels.plan_channels import check_prunable
@@ -22,7 +21,7 @@ from compresskit.prune.channels.resources import measured_quantity
 from compresskit.prune.depth.block_plan import BlockLine, BlockPlan
 from compresskit.prune.depth.costs import Cost, macs, milliseconds, times_alone, whole_milliseconds
 from compresskit.prune.depth.find_blocks import Blocks, find_blocks, inside, outermost
-from compresskit.prune.depth.importance import BlockScoring, Importance, after_training
+from compresskit.prune.depth.importance import BlockScoring, Importance, after_training, original_predictions
 from compresskit.prune.depth.prove_blocks import blocks_that_cannot_go, check_blocks, failing_alone, remove_blocks_
 
 #: Quantities that a budget of blocks may be one of.
@@ -197,10 +196,7 @@ class _Planner:
     @cached_property
     def predictions(self) -> list[Tensor]:
         """Of the original model, for every batch."""
-        dense = frozen_copy(self.model)
-        predict = first_tensor if self.task is None else self.task.predict
-        with torch.no_grad(), no_attention_fastpath():
-            return [predict(call_checked(dense, x, "calibration data")) for x in self.batches]
+        return original_predictions(frozen_copy(self.model), self.batches, self.task)
 
     def without(self, paths: tuple[str, ...]) -> nn.Module:
         """A frozen copy of the model without some blocks."""

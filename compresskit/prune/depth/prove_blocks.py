@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from compresskit.base.errors import named_first_line
 from compresskit.base.task import Inputs, call, first_rows
 from compresskit.graph.differences import NOTHING_FINITE, any_finite, relative_difference
+from compresskit.graph.replacements import bypass_
 from compresskit.graph.surgery import copy_model, frozen_copy, mode
 from compresskit.measure import few_rows
 from compresskit.prune.depth.find_blocks import ResidualBlock, find_blocks, outermost
@@ -48,7 +49,7 @@ class BranchesZeroed(TorchDispatchMode):
 def remove_blocks_(model: nn.Module, blocks: Collection[ResidualBlock]) -> nn.Module:
     """Put a `Bypass` in the place of every block, in place, and return the model."""
     for block in blocks:
-        model.set_submodule(block.path, block.bypass().train(model.get_submodule(block.path).training))
+        bypass_(model, block.path, block.bypass())
     return model
 
 

@@ -26,13 +26,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import DataError, ModelError, first_line
-from compresskit.base.inputs import AnyInputs, each_inputs
+from compresskit.base.inputs import AnyInputs, each_inputs, not_finite, not_finite_error
 from compresskit.base.progress import progress_bar
 from compresskit.base.task import Inputs, batch_size
 from compresskit.graph.capture import Captured, calls_inside, parameter_name
 from compresskit.graph.interpreter import ValueOf, execute, run_graph
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import get_tensor, mode, owner
+from compresskit.graph.tracing import no_modes_of_caller
 from compresskit.prune.channels.reconstruct import output_leaves, rows_at, squared_distance
 from compresskit.prune.depth.stream_layers import CutGraph, StreamLayer, affine_between, cut_graph, shared_part, unpermuted
 from compresskit.train.batchnorm import reestimate_batchnorm_
@@ -48,6 +49,7 @@ DAMPINGS = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
 HELD_OUT = 0.25  # of the rows of each batch, which choose the damping
 
 
+@no_modes_of_caller()
 def refit_stream_(model: nn.Module, dense: nn.Module, paths: Sequence[str], batches: Iterable[AnyInputs]) -> dict[str, float]:
     """Fit, in place, the layers that write into the stream of a model whose blocks were removed.
 
@@ -68,7 +70,7 @@ def refit_stream_(model: nn.Module, dense: nn.Module, paths: Sequence[str], batc
         Layer -> fraction of the variance of what it should write that is still missing; empty if nothing was changed.
 
     Raises:
-        DataError: there is no batch.
+        DataError: there is no batch, or a layer reads nan or infinite values, as of data that hold such.
     """
     data = list(_first_held(each_inputs(batches, "refit_stream_")))
     if not data:
@@ -318,6 +320,9 @@ class _StreamFit:
             read = rows_at(module, values[layer.layer.args[0]], chosen)
             sums.add(read, written)
             held_out.add(read[late.to(read.device)], written[late.to(read.device)])
+            if not_finite((sums.xx.diagonal(), sums.yy)):
+                what = f"what {layer.weight} reads or should write"
+                raise not_finite_error("refitting layers of the stream", what, [self.data[number]], number + 1)
         self._settle_(stale)
         return sums, held_out
 

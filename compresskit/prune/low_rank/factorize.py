@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from compresskit.graph.replacements import Factored
+from compresskit.graph.tracing import no_modes_of_caller
 from compresskit.prune.channels.reconstruct import InputStatistics
 from compresskit.prune.low_rank.cp import CPFactors, cp_factors, weighted_energy
 
@@ -127,6 +128,7 @@ def _fractions(values: Tensor) -> Tensor:
     return values / values.sum().clamp(min=1e-300)
 
 
+@no_modes_of_caller()
 @torch.no_grad()
 def factored(layer: FactorableLayer, ranks: tuple[int, ...], directions: Spectrum) -> Factored:
     """The layers of these ranks in the place of one; its bias takes the mean of what is lost."""

@@ -16,10 +16,11 @@ from torch.nn.utils import parametrize
 from compresskit.base.budget import Budget, Quantity, check_budget, takes_budget
 from compresskit.base.errors import CheckpointError, DataError, ModelError, SettingError, named_first_line
 from compresskit.base.files import sealed, unsealed
-from compresskit.base.inputs import AnyInputs, as_inputs, each_inputs
+from compresskit.base.inputs import AnyInputs, as_inputs, call_checked, each_inputs
 from compresskit.base.task import Inputs, batch_size, call
 from compresskit.graph.masks import masks_of
 from compresskit.graph.replacements import Factored, most_cp_rank, replace_module_
+from compresskit.graph.rewrites.gradient_hooks import is_hooked
 from compresskit.graph.surgery import frozen_copy, mode, no_attention_fastpath
 from compresskit.measure import count_macs, count_parameters, few_rows
 from compresskit.prune.channels.plan_channels import check_prunable
@@ -172,6 +173,7 @@ def plan_ranks(
     Raises:
         SettingError: a setting is out of range.
         ModelError: no layer can be factored, or the budget cannot be met.
+        DataError: the model does not run on the example or a batch, or a layer reads nan or infinite values of one.
     """
     check_ranks(budget, round_to, method, "plan_ranks")
     inputs = as_inputs(example)
@@ -295,7 +297,7 @@ def _factorable(
         )
 
     with watched_calls(model, list(layers), visit), torch.no_grad(), mode(model, training=False):
-        call(model, inputs)
+        call_checked(model, inputs, "plan_ranks")
     locked |= {name: NOT_REACHED if name in empty else NOT_CALLED for name in layers if name not in positions}
     called = {name: (layer, positions[name]) for name, layer in layers.items() if name in positions}
     rows = few_rows(model, inputs, 2)
@@ -326,7 +328,8 @@ def _why_whole(name: str, module: FactorableLayer, ignore: tuple[str, ...]) -> s
         return f"it is a {type(module).__name__}, which has a parametrization; parametrize.remove_parametrizations makes it plain"
     if type(module) not in get_args(FactorableLayer):
         return f"it is a {type(module).__name__}, a class of its own"
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+    hooked = any(map(is_hooked, module.parameters(recurse=False)))
+    if hooked or module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
         return "it has hooks of its own"
     return f"{module.groups} groups" if not isinstance(module, nn.Linear) and module.groups > 1 else None
 

@@ -15,6 +15,7 @@ from compresskit.base.distributed import world_size
 from compresskit.base.errors import SettingError
 from compresskit.base.task import Task
 from compresskit.graph.masks import Masks, masks_of
+from compresskit.graph.surgery import check_is_module
 from compresskit.prune.allocations import Allocation, check_allocation, counts
 from compresskit.prune.criteria import WEIGHT_EVIDENCE, Criterion, check_criterion, l2
 from compresskit.prune.masks.maskable import by_tensor, fitting, unmasked_weights
@@ -79,6 +80,7 @@ def plan_mask(
         SettingError: a setting is out of its range, or the model's masks already remove more.
         ModelError: no weight can be masked.
     """
+    check_is_module(model, "plan_mask")
     check_pattern(pattern, "plan_mask")
     check_criterion(criterion, "plan_mask", WEIGHT_EVIDENCE)
     check_allocation(allocation, "plan_mask")

@@ -139,9 +139,11 @@ def apply_(model: nn.Module, plan: Plan) -> nn.Module:
         plan: from `plan_channels` or `Plan.from_json`.
 
     Raises:
-        ModelError: its tensors or attributes are not those that the plan was made for; nothing was changed.
+        ModelError: its tensors or attributes are not those that the plan was made for, or it is none; nothing was changed.
     """
     check_is_module(model, "apply_(model, plan)")
+    if not isinstance(plan, Plan):
+        raise ModelError(f"apply_(model, plan): wanted a Plan, as of plan_channels or Plan.from_json, got {type(plan).__name__}")
     _check_model(model, plan)
     _keep_weight_norms_(model, plan)
     with torch.no_grad():

@@ -245,6 +245,8 @@ class OperatorRecorder(TorchDispatchMode):
             node.meta["indices"] = pytree.tree_map_only(Tensor, torch.clone, list(args[1:]))
         if func.overloadpacket in _SCATTERS:
             node.meta["index"] = args[2].clone()
+        if func.overloadpacket in (aten.index_put, aten.index_put_):
+            node.meta["masks"] = [index is not None and index.dtype == torch.bool for index in args[1]]
         if func is aten.as_strided.default:
             node.meta["strides"] = None if args[0].storage_offset() else args[0].stride()
         if len(args) > 1 and isinstance(args[1], Tensor) and args[1].ndim == 0 and func.overloadpacket in _MULTIPLICATIONS:

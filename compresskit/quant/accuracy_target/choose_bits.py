@@ -13,6 +13,7 @@ from torch import nn
 from compresskit.base.errors import SettingError
 from compresskit.base.inputs import Batches, first_and_all, some_batches
 from compresskit.base.task import Inputs, Task
+from compresskit.graph.tracing import no_modes_of_caller
 from compresskit.quant.accuracy_target.bit_plan import (
     BitBudget,
     BitPlan,
@@ -59,6 +60,7 @@ class _Data:
     others: bool
 
 
+@no_modes_of_caller()
 def choose_bits(
     model: nn.Module,
     batches: Batches,

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import ModelError, SettingError
-from compresskit.base.inputs import Batches, first_and_all
+from compresskit.base.inputs import Batches, first_and_all, not_finite_error
 from compresskit.base.progress import progress_bar
 from compresskit.base.task import Inputs, call, first_rows, rows_that_run
 from compresskit.export import export_onnx
@@ -34,6 +34,7 @@ from compresskit.graph.capture import Captured, Dynamic, module_path
 from compresskit.graph.differences import without_fills
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor, mode
+from compresskit.graph.tracing import no_modes_of_caller
 from compresskit.measure import input_row_dims, latency, numpy_inputs, run_files, session
 from compresskit.metrics import decibels
 from compresskit.quant.accuracy_target.mixed_model import (
@@ -109,6 +110,7 @@ class AccuracyReport:
         return asdict(self)
 
 
+@no_modes_of_caller()
 def quantize_to_accuracy(
     model: nn.Module,
     batches: Batches,
@@ -211,6 +213,8 @@ class _PrecisionSearch:
         with torch.no_grad():
             self.float_outputs = [self._outputs(inputs, {}) for inputs in data]
         self.signal = sum(float(without_fills(v, v)[0].square().sum()) for v in self.float_outputs)
+        if not self.signal:
+            raise not_finite_error("quantize_to_accuracy", "each output of the model is 0, or", data)
 
     def _outputs(self, inputs: Inputs, precisions: Mapping[str, MatrixPrecision]) -> Tensor:
         leaves = pytree.tree_leaves(inputs)

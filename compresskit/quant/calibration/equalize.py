@@ -15,6 +15,7 @@ from compresskit.graph.layers.stored import CONVS, bias_of, parameter_reads
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.quantized import is_quantized
 from compresskit.graph.surgery import copy_model, get_tensor
+from compresskit.graph.tracing import no_modes_of_caller
 from compresskit.quant.calibration.smoothquant import keep_function_
 from compresskit.quant.numerics.scheme import channelwise
 
@@ -45,6 +46,7 @@ class _LayerPair:
         return (self.weight, *maker, self.reader)
 
 
+@no_modes_of_caller()
 def equalize_(model: nn.Module, batches: Batches, *, rounds: int = 20) -> int:
     """Even out, in place, the ranges of a layer's output channels and of the next layer's input channels.
 

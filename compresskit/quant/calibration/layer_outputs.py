@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
+from compresskit.base.inputs import Batches, first_and_all, not_finite, not_finite_error
 from compresskit.base.task import Inputs
-from compresskit.graph.capture import parameter_name
+from compresskit.graph.capture import module_path, parameter_name
 from compresskit.graph.normalize import Node
 from compresskit.quant.calibration.paired_run import Pair, run_float_and_quantized
 from compresskit.quant.model import Quantized
@@ -55,6 +56,32 @@ def integer_layers(quantized: Quantized) -> Iterator[IntegerLayer]:
         bias = node.args[2] if len(node.args) > 2 else None
         bias = bias.args[0] if bias is not None and bias.op == "call_module" else bias
         yield IntegerLayer(node, quantizer, str(node.args[1].args[0].target), parameter_name(bias))
+
+
+def finite_batches(quantized: Quantized, batches: Batches, where: str) -> list[Inputs]:
+    """Return the inputs of all batches, to learn from.
+
+    A mask of -inf, which ends in a softmax, and nan that the model replaces are let pass.
+
+    Raises DataError, which begins with `where`, where there is no batch, or one holds nan or infinite values that reach the
+    output of a layer in float, or nan that reaches an output of the model.
+    """
+    data = list(first_and_all(batches, where)[1])
+    layers = {layer.node for layer in integer_layers(quantized)}
+    for number, inputs in enumerate(data, 1):
+        reached: list[str] = []
+
+        def visit(node: Node, pair: Pair, _: Callable[[Node], Pair], reached: list[str] = reached) -> None:
+            if node in layers and not_finite(pair[0]):
+                reached.append(f"the output of {module_path(node) or node.name}")
+            elif node.op == "output" and not_finite(pair[0]) == "nan":
+                reached.append("an output of the model")
+
+        if not_finite(inputs):
+            run_float_and_quantized(quantized.body, inputs, visit)
+        if reached:
+            raise not_finite_error(where, reached[0], [inputs], number)
+    return data
 
 
 def layer_outputs(

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from compresskit.base.inputs import call_checked
 from compresskit.base.task import Inputs
 from compresskit.graph.interpreter import ValueOf, execute, run_graph
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor
+from compresskit.graph.tracing import no_autocast
 from compresskit.quant.numerics.quantizers import Quantizer
 
 Pair = tuple[Any, Any]  # (value in the float graph, value in the quantized graph)
@@ -35,6 +37,8 @@ def run_float_and_quantized(
         visit: called after every operator with (node, its pair of values, a function from an argument's node to its pair).
         float_weights: parameters that the float run uses instead of the graph's own, by name.
         until: the last node to run, whose pair is returned; only the nodes that it depends on are run.
+
+    Raises DataError where the graph does not run on the inputs.
     """
 
     def compute(node: Node, value_of: ValueOf) -> Pair:
@@ -46,8 +50,12 @@ def run_float_and_quantized(
         visit(node, pair, pair_of)
         return pair
 
-    with torch.no_grad():
-        result: Pair = run_graph(body, pytree.tree_leaves(inputs), compute=compute, until=until)
+    def run(*args: Any, **kwargs: Any) -> Pair:
+        found: Pair = run_graph(body, pytree.tree_leaves((args, kwargs)), compute=compute, until=until)
+        return found
+
+    with torch.no_grad(), no_autocast():
+        result: Pair = call_checked(run, inputs, "calibration data")
     return result
 
 

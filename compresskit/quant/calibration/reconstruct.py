@@ -22,15 +22,16 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import SettingError, first_line
-from compresskit.base.inputs import Batches, first_and_all
+from compresskit.base.inputs import Batches
 from compresskit.base.progress import progress_bar
 from compresskit.base.task import Inputs
 from compresskit.graph.interpreter import Compute, ValueOf, execute
 from compresskit.graph.masks import masks_of
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor, mode
+from compresskit.graph.tracing import no_modes_of_caller
 from compresskit.quant.calibration.blocks import GraphBlock, find_graph_blocks, given_nodes
-from compresskit.quant.calibration.layer_outputs import IntegerLayer
+from compresskit.quant.calibration.layer_outputs import IntegerLayer, finite_batches
 from compresskit.quant.calibration.paired_run import Pair
 from compresskit.quant.calibration.rows import shuffled_parts
 from compresskit.quant.calibration.soft_rounding import SoftRounding, fit_scale_
@@ -89,7 +90,8 @@ def reconstruct_blocks_(
     Returns the number of layers whose rounding was learned. A weight that something also reads in float, such as an embedding
     table, is rounded to nearest, and so is a block of which an operator has no derivative, or whose output is not of floating
     point; a line of the log names such a block.
-    Raises DataError where there is no batch, SettingError for settings out of range.
+    Raises DataError where there is no batch, or one holds nan or infinite values that reach a layer, SettingError for settings
+    out of range; nothing is changed then.
     """
     settings = _Training(steps=steps, rate=rate, drop=drop)
     return _reconstruct_("reconstruct_blocks_", quantized, batches, blocks, settings, batch_size=batch_size, seed=seed)
@@ -121,6 +123,7 @@ class _Training:
     weights_only: bool = False
 
 
+@no_modes_of_caller()
 def _reconstruct_(
     where: str,
     quantized: Quantized,
@@ -140,7 +143,7 @@ def _reconstruct_(
         raise SettingError(f"{where}(drop=...): wanted a probability, 0 <= drop < 1, got {settings.drop}")
     blocks = find_graph_blocks(quantized) if blocks is None else blocks
     generator = torch.Generator().manual_seed(seed)
-    parts = shuffled_parts(list(first_and_all(batches, where)[1]), batch_size, generator)
+    parts = shuffled_parts(finite_batches(quantized, batches, where), batch_size, generator)
     frontier = _Frontier(quantized.body, parts, blocks)
     del parts  # what the first blocks read goes with them
     layers = [layer for block in blocks for layer in block.layers if _only_rounded(quantized.body, layer.weight)]

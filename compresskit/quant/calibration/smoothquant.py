@@ -29,6 +29,7 @@ from compresskit.graph.interpreter import run_graph
 from compresskit.graph.normalize import aten
 from compresskit.graph.quantized import is_quantized
 from compresskit.graph.surgery import copy_model, get_tensor, mode, state_kept
+from compresskit.graph.tracing import no_modes_of_caller
 from compresskit.quant.calibration.activation_statistics import ActivationStatistics, collect_statistics
 from compresskit.quant.calibration.rows import row_count, take_rows
 from compresskit.quant.numerics.bit_widths import TARGET_BITS, Bits, BitWidths, bits_of_layer
@@ -44,6 +45,7 @@ LARGEST_ERROR = 1e-3  # of each output, in root mean square: rounding in fp32 ma
 SAMPLE_POSITIONS = 1024  # of each value, on which factors and shifts are tried
 
 
+@no_modes_of_caller()
 def smooth_(
     model: nn.Module,
     batches: Batches,

@@ -14,6 +14,7 @@ from compresskit.base.settings import check_field_types
 from compresskit.base.stage import Stage
 from compresskit.base.task import Task
 from compresskit.graph.capture import Dynamic, check_dynamic
+from compresskit.graph.tracing import no_modes_of_caller
 from compresskit.measure import few_rows, input_row_dims
 from compresskit.quant.dynamic.insert_dynamic import DynamicallyQuantized, build_dynamic
 from compresskit.quant.dynamic.noisy_layers import noisy_lstm_layers
@@ -49,6 +50,7 @@ class DynamicSettings:
             raise SettingError(f"{where}(operators={unknown}): dynamic quantization knows {sorted(set(DYNAMIC_KINDS.values()))}")
 
 
+@no_modes_of_caller()
 def quantize_dynamic(
     model: nn.Module,
     batches: Batches,

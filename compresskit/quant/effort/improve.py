@@ -14,7 +14,6 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-import torch
 from torch import nn
 
 from compresskit.base.task import Inputs
@@ -66,7 +65,6 @@ def quantize_with_effort(
 
     Raises DataError where half of the calibration data is too little.
     """
-    _warn_without_gradients(where)
     fit, judge = halves(batches, where, cut=cut)
     trials = Trials(module, fit, judge, build, timed=timed, cut=cut)
     trials.start()
@@ -100,15 +98,6 @@ def quantize_with_effort(
         trials.try_imitation(TUNING_STEPS[effort])
     trials.refit(batches)
     return trials.result(batches)
-
-
-def _warn_without_gradients(where: str) -> None:
-    if torch.is_inference_mode_enabled():
-        log.warning(
-            "%s: wanted to try remedies that need gradients, got a call within torch.inference_mode(), which forbids them;"
-            " call it outside for more",
-            where,
-        )
 
 
 def _try_float_layers(trials: Trials, most: float, effort: Effort) -> None:

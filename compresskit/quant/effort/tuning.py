@@ -8,12 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from compresskit.base.errors import SettingError
-from compresskit.base.inputs import Batches, first_and_all
+from compresskit.base.inputs import Batches
 from compresskit.base.progress import progress_bar
 from compresskit.base.task import call
 from compresskit.graph.differences import without_fills
 from compresskit.graph.masks import masks_of
 from compresskit.graph.surgery import mode
+from compresskit.graph.tracing import no_modes_of_caller
+from compresskit.quant.calibration.layer_outputs import finite_batches
 from compresskit.quant.calibration.rows import row_count
 from compresskit.quant.effort.aligned_sums import quantizers_in_exact_sums
 from compresskit.quant.effort.samples import OutputError
@@ -24,6 +26,7 @@ WEIGHT_RATE = 0.005  # learning rate of a weight, in steps of its grid
 SCALE_RATE = 1e-4  # of a scale, as a fraction of it
 
 
+@no_modes_of_caller()
 def imitate_float_(
     quantized: Quantized,
     model: nn.Module,
@@ -49,7 +52,8 @@ def imitate_float_(
         weight_rate: learning rate of a weight, in steps of its grid. scale_rate: of scales and biases, as a fraction of them.
         seed: of the choice of rows.
 
-    Raises DataError where there is no batch, SettingError for settings out of range.
+    Raises DataError where there is no batch, or one holds nan or infinite values that reach a layer, SettingError for settings
+    out of range; nothing is changed then.
     """
     for name, value in (("steps", steps), ("batch_size", batch_size)):
         if value < 1:
@@ -57,7 +61,7 @@ def imitate_float_(
     for name, rate in (("weight_rate", weight_rate), ("scale_rate", scale_rate)):
         if rate <= 0:
             raise SettingError(f"imitate_float_({name}=...): wanted a positive number, got {rate}")
-    data = list(first_and_all(batches, "imitate_float_")[1])
+    data = finite_batches(quantized, batches, "imitate_float_")
     error = OutputError(model, data, max(1, CALIBRATION_BYTES // quantized.row_bytes))
     minimise_error_(quantized, error, steps=steps, batch=batch_size, weight_rate=weight_rate, scale_rate=scale_rate, seed=seed)
     nudge_scales_(quantized.body)

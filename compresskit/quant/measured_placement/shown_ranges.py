@@ -42,11 +42,13 @@ class ShownRanges:
 
     def _of(self, captured: Captured, placement: Placement) -> tuple[dict[str, Range], list[Inputs]]:
         if self._measured is None:
-            self._measured = _measured(captured, placement, self._batches())
+            self._measured = _measured_ranges(captured, placement, self._batches())
         return self._measured
 
 
-def _measured(captured: Captured, placement: Placement, batches: Iterable[Inputs]) -> tuple[dict[str, Range], list[Inputs]]:
+def _measured_ranges(
+    captured: Captured, placement: Placement, batches: Iterable[Inputs]
+) -> tuple[dict[str, Range], list[Inputs]]:
     """The smallest and the largest value of each node on some rows of batches, and these rows."""
     macs = sum(cost.macs for cost in placement.costs.values())
     rows = max(SHOWN_ROWS[0], min(SHOWN_ROWS[1], int(SHOWN_MACS / max(1, macs))))

@@ -15,8 +15,9 @@ from compresskit.quant.numerics.targets import Target
 class Bits:
     """Bit widths of a layer; None leaves those of the target.
 
-    weights: 1 to 8. Files store as many bits (4 as int4, 2 as int2 of opset 25, others as bit planes), 7 in 8. Two bits are the
-        three values -1, 0 and 1 times the scale; one bit is -1 and 1 times the scale, which only training makes useful (`QAT`).
+    weights: 1 to 8. Files store as many bits (4 as int4, 2 as int2 of opset 25 but for OpenVINO, others as bit planes), 7 in 8.
+        Two bits are the three values -1, 0 and 1 times the scale; one bit is -1 and 1 times the scale, which only training makes
+        useful (`QAT`).
     activations: of the value that the layer reads, 1 to 16. Up to 8 run in the integer kernels of 8 bits, and take no less time;
         with more, the layer runs in float. One bit is 0 and the scale, behind a ReLU.
     shortcuts: of values that operators without weights read, such as both operands of an addition, 2 to 16. A layer that reads

@@ -85,6 +85,7 @@ OPERATOR_KINDS: dict[Any, str] = {
             aten.split_with_sizes.default,
             operator.getitem,
             aten.pixel_shuffle.default,
+            aten.pixel_unshuffle.default,
             aten.channel_shuffle.default,
             *NEAREST,
         ),
@@ -103,12 +104,17 @@ def fusible(node: Node) -> bool:
     """Whether a quantizer's range, which holds 0, may do what a clamp does.
 
     It does exactly that where the clamp starts at 0, and only about so elsewhere: the zero point is a whole number, and a learned
-    scale moves the ends. Layers take that; an `acos`, or who wants pixels from 0 to 1, relies on the bounds.
+    scale moves the ends. Layers take that, also behind moves; an `acos`, or who wants pixels from 0 to 1, relies on the bounds.
     """
     low, high = clipped_to(node) or EVERYTHING
     if low == 0 and (high == math.inf or node.target is not aten.clamp.default):
         return True
-    return -math.inf < low <= 0 < high and all(OPERATOR_KINDS.get(user.target) in ("conv", "linear") for user in node.users)
+    return -math.inf < low <= 0 < high and _only_layers_read(node)
+
+
+def _only_layers_read(value: Node) -> bool:
+    kinds = {user: OPERATOR_KINDS.get(user.target) for user in value.users}
+    return all(kind in ("conv", "linear") or (kind == "move" and _only_layers_read(user)) for user, kind in kinds.items())
 
 
 def is_float_tensor(node: Node) -> bool:

@@ -95,8 +95,9 @@ class Target:
         processors: where its files are run, as `platform.machine()` names them; choices that are measured by default are measured
             on these alone. Empty: unknown.
         tuned: whether the file is rewritten for the integer kernels of ONNX Runtime on x86, see `export.rewrite.onnxruntime`.
-        runtime: Python package of the runtime; `verify_onnx` executes the file in "openvino", too, where it is installed.
-        few_bits: whether the runtime reads constants of 4 and 2 bits and takes activations of other widths than 8.
+        runtime: Python package of the runtime; `verify_onnx` executes the file in "openvino", too, where it is installed, and no
+            file for it has what it cannot read (int2), or computes otherwise (a rounding right behind a largest value).
+        few_bits: whether the runtime reads constants of fewer than 8 bits and takes activations of other widths than 8.
         known_ranges: whether results of sigmoid, hard-sigmoid, softmax and tanh are rounded over the whole range that these can
             have, 0 to 1 or -1 to 1, whatever the data shows and the observer finds. No input then leaves the range; the range of
             the data is finer.

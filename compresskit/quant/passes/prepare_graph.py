@@ -20,6 +20,8 @@ from compresskit.graph.layers.merging import MergedLayer, MergeRules
 from compresskit.graph.masks import check_removed_are_zero, transfer_masks_
 from compresskit.graph.normalize import source_line
 from compresskit.graph.quantized import quantized_parts
+from compresskit.graph.rewrites.gradient_hooks import drop_gradient_hooks_
+from compresskit.graph.rewrites.hardsigmoids import write_hardsigmoids_
 from compresskit.graph.rewrites.stored_products import rewrite_stored_products_
 from compresskit.graph.surgery import copy_model, holds_nan, not_fp32, structure
 from compresskit.quant.numerics.bit_widths import TARGET_BITS, BitWidths, bits_record
@@ -163,12 +165,16 @@ def prepare_graph(
     if merges is None:
         check_removed_are_zero(model, type(model).__name__)
     origin = Origin(float_class=type(model).__name__, structure=structure(model), skip=tuple(skip))
-    captured = capture(copy_model(model), example, dynamic=dynamic)
+    copied = copy_model(model)
+    drop_gradient_hooks_(copied)  # they are for the weights as they are now
+    captured = capture(copied, example, dynamic=dynamic)
     _refuse_autocast(type(model).__name__, captured.module.graph)
     names = {name for node in captured.module.graph.nodes if (name := parameter_name(node)) is not None}
     transfer_masks_(model, captured.module, {captured.name_in_model(name): name for name in sorted(names)})
     rewrite_stored_products_(captured.module, transpose="linear" in target.operators)
     fold_parametrizations_(captured.module)
+    if "hardsigmoid" in target.operators:
+        write_hardsigmoids_(captured.module)  # before its + 3 is merged into a layer
     folds: list[FoldedBatchNorm] = []
     fold_batchnorm_(captured.module, folds)
     folds = [replace(fold, momentum=0.0) if _has_no_momentum(model, captured, fold) else fold for fold in folds]

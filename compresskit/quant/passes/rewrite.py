@@ -5,19 +5,22 @@ hardswish(x)                                      -> x * hardsigmoid(x)
 conv_transpose(x)                                 -> a convolution and depth to space, see `transposed_to_conv`
 batch_norm(x) that could not be folded            -> a depthwise 1x1 convolution: one scale and one bias per channel
 conv(x) of patches whose result stays in float    -> a linear layer on the patches, whose result need not be rounded
+relu(move(x)), or another clamp that is fusible   -> move(relu(x)): the quantizer of x replaces the clamp
 """
 
 from __future__ import annotations
 
+import operator
+
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from compresskit.graph.capture import parameter_name
 from compresskit.graph.layers.stored import CONV_OF_RANK, drop_unused_
 from compresskit.graph.masks import map_mask_
 from compresskit.graph.normalize import Node, aten, insert_call
 from compresskit.graph.surgery import free_name, get_tensor, owner
-from compresskit.quant.numerics.operators import OPERATOR_KINDS, is_depthwise
+from compresskit.quant.numerics.operators import OPERATOR_KINDS, fusible, is_depthwise, keeps_grid
 from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.transposed_to_conv import rewrite_transposed_
 
@@ -36,6 +39,9 @@ def rewrite_(module: fx.GraphModule, target: Target) -> None:
             _norm_to_conv(module, node)
         elif node.target is aten.conv2d.default and _is_of_patches(module, node, target):
             _patches_to_linear(module, node)
+    for node in list(module.graph.nodes):
+        if OPERATOR_KINDS.get(node.target) == "clamp" and fusible(node):
+            _clamp_before_moves(node, target)
     module.graph.eliminate_dead_code()
     module.recompile()
     drop_unused_(module)
@@ -53,6 +59,37 @@ def _split_gate(graph: fx.Graph, node: Node, gate: Node) -> None:
     opened.meta, product.meta = dict(node.meta), dict(node.meta)
     node.replace_all_uses_with(product)
     graph.erase_node(node)
+
+
+def _clamp_before_moves(clamp: Node, target: Target) -> None:
+    """Put a clamp before the moves whose result it alone reads, where an operator with integer kernels computes what they move.
+
+    A clamp never falls and keeps 0, so it may change places with max pooling and padding, too. The integers would else cover
+    what it cuts off: half of them for a ReLU.
+    """
+    source = last = clamp.args[0]
+    while _moves_alone(source) and _is_read_once(source):
+        source = source.args[0]
+    kind = OPERATOR_KINDS.get(source.target)
+    if source is last or kind not in target.operators or kind == "concat" or not _is_read_once(source):
+        return
+    clamp.replace_all_uses_with(last)
+    clamp.replace_input_with(last, source)
+    source.append(clamp)
+    for reader in [user for user in source.users if user is not clamp]:
+        reader.replace_input_with(source, clamp)  # the first move, and those who want its size
+    clamp.meta = {**clamp.meta, "val": source.meta["val"]}
+
+
+def _moves_alone(node: Node) -> bool:
+    """Whether an operator moves the values of one node to one node, with nothing but zeros among them."""
+    kind, value = OPERATOR_KINDS.get(node.target), node.meta.get("val")
+    return kind == "move" and isinstance(value, Tensor) and node.target is not operator.getitem and keeps_grid(node)
+
+
+def _is_read_once(value: Node) -> bool:
+    """Whether one operator reads the values of a node; others may read its size."""
+    return sum(user.target is not aten.sym_size.int for user in value.users) == 1
 
 
 def _is_of_patches(module: fx.GraphModule, node: Node, target: Target) -> bool:

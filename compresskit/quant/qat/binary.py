@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -16,13 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from compresskit.base.errors import ModelError, SettingError
-from compresskit.base.inputs import Batches, calibration_inputs, each_inputs
+from compresskit.base.inputs import Batches, calibration_inputs, each_inputs, not_finite, not_finite_error
 from compresskit.base.settings import check_field_types
 from compresskit.base.stage import PROPERTIES, Stage
-from compresskit.base.task import Task
+from compresskit.base.task import Inputs, Task
 from compresskit.graph.masks import masks_of
 from compresskit.graph.replacements import Signed, SignGradient, replace_module_
 from compresskit.graph.surgery import frozen_copy
+from compresskit.graph.tracing import no_modes_of_caller
 from compresskit.quant.numerics.palette import Palette
 from compresskit.quant.qat.replaced_layers import (
     Layer,
@@ -89,6 +91,7 @@ class _Fit:
             signed.bias.copy_((wanted - factor * ones) / self.rows)
 
 
+@no_modes_of_caller()
 def binarize_(
     model: nn.Module,
     batches: Batches,
@@ -115,7 +118,8 @@ def binarize_(
         skip: dotted names of modules that stay, with all layers inside.
 
     Raises SettingError for names that the model does not have and for signs of nothing; ModelError where no layer is left to
-    replace, and for a model with masks of pruned weights, since a sign is never zero.
+    replace, and for a model with masks of pruned weights, since a sign is never zero; DataError where a layer reads nan or
+    infinite values, as of data that hold such.
     """
     _check(weights, activations, "binarize_")
     if masks_of(model) is not None:
@@ -123,8 +127,7 @@ def binarize_(
     modules = dict(model.named_modules())
     check_skip(model, skip, "binarize_")
     data = list(each_inputs(batches, "binarize_"))
-    means: dict[str, _InputMeans] = {}
-    run_watched(model, data, lambda name: means.setdefault(name, _InputMeans()))
+    means = _input_means(model, data)
     chosen = layers_to_replace(model, list(means), skip, ends=ends)
     fits: dict[str, _Fit] = {}
     settings: dict[str, Any] = {"weights": weights, "activations": activations, "gradient": gradient}
@@ -147,6 +150,15 @@ def binarize_(
             fit.write_(made)
         replace_module_(model, name, made)
     return model
+
+
+def _input_means(model: nn.Module, data: Sequence[Inputs]) -> dict[str, _InputMeans]:
+    """Means of the inputs of all layers that run. Raises DataError where one is nan or infinite."""
+    means: dict[str, _InputMeans] = {}
+    run_watched(model, data, lambda name: means.setdefault(name, _InputMeans()))
+    if bad := next((name for name, found in means.items() if not_finite(found.total)), ""):
+        raise not_finite_error("binarize_", f"the input of {bad}", data)
+    return means
 
 
 def _check(weights: bool, activations: bool, where: str) -> None:

@@ -27,7 +27,7 @@ def say_what_is_left_out(model: nn.Module, quantized: Quantized, where: str) -> 
         log.warning(
             "%s: the training is without the dropout of %s, since the graph is that of the deployed model",
             where,
-            _few(names),
+            few_names(names),
         )
     if names := _torn(model, quantized):
         log.warning(
@@ -35,7 +35,7 @@ def say_what_is_left_out(model: nn.Module, quantized: Quantized, where: str) -> 
             " but the last with BatchNorm folded. To keep one weight, quantize with quantize_static, or build the network without"
             " these BatchNorms",
             where,
-            _few(names),
+            few_names(names),
         )
 
 
@@ -54,6 +54,7 @@ def _torn(model: nn.Module, quantized: Quantized) -> list[str]:
     return sorted({name.rpartition(".")[0] or name for name in copies})
 
 
-def _few(names: Iterable[str]) -> str:
+def few_names(names: Iterable[str]) -> str:
+    """The first names of some, and how many more there are."""
     some = [repr(name) for name in names]
     return ", ".join(some[:FIRST_NAMED]) + (f" and {len(some) - FIRST_NAMED} more" if len(some) > FIRST_NAMED else "")

@@ -26,12 +26,14 @@ from compresskit.base.task import Task
 from compresskit.distill.losses import match_predictions
 from compresskit.distill.objectives.imitate import imitate
 from compresskit.graph.surgery import frozen_copy, get_tensor
+from compresskit.graph.tracing import no_modes_of_caller
 from compresskit.quant.build import build_quantized
 from compresskit.quant.calibrated import (
     CalibratedOptions,
     CalibratedSettings,
     calibrate_inside,
     check_samples,
+    in_place_of,
     inputs_to_quantize,
     module_to_quantize,
 )
@@ -43,11 +45,13 @@ from compresskit.quant.measured_placement.shown_ranges import ShownRanges, shown
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.bit_widths import refuse_one_bit
 from compresskit.quant.numerics.observers import MinMax, MovingAverage
+from compresskit.quant.qat.carried_hooks import carry_hooks_
 from compresskit.quant.qat.left_out import say_what_is_left_out
 from compresskit.quant.qat.oscillations import FreezeOscillating, Oscillations, damped
 from compresskit.quant.qat.progressive import ProgressiveBits, check_progressive
 from compresskit.quant.qat.stale_statistics import renew_stale_statistics_
 from compresskit.train.modes import given_modes
+from compresskit.train.param_groups import groups_of
 from compresskit.train.train import Train, fit_
 
 log = logging.getLogger(__name__)
@@ -88,7 +92,9 @@ def prepare_qat(model: nn.Module, batches: Batches, *, inside: str | None = None
     from rounding boundaries, which exporting alone does not. Under DistributedDataParallel ranges are joined over ranks.
 
     The graph that is trained is that of the deployed model: it has no dropout, and a layer that runs several times, with another
-    BatchNorm behind each, has a weight for each call; both are logged.
+    BatchNorm behind each, has a weight for each call; both are logged. Gradient hooks of parameters (`parameter.register_hook`)
+    act on those that are trained in their place; those of parameters that are merged into others, and backward hooks of modules,
+    are not called, which is logged, too.
 
     Args:
         model: any float module; it is not changed.
@@ -110,6 +116,7 @@ def prepare_qat(model: nn.Module, batches: Batches, *, inside: str | None = None
     return _prepare_model(model, batches, settings, "prepare_qat")[0]
 
 
+@no_modes_of_caller()
 def _prepare_model(model: nn.Module, batches: Batches, settings: QATSettings, where: str) -> tuple[nn.Module, Quantized]:
     """The prepared model, and the quantized part of it."""
     module, example, data = module_to_quantize(model, batches, settings.inside, where)
@@ -138,6 +145,7 @@ def _prepare_model(model: nn.Module, batches: Batches, settings: QATSettings, wh
     whole = calibrate_inside(model, quantized, data, settings.inside)
     quantized.unfold_batchnorm_(learned=settings.learned, offsets=settings.offsets)
     say_what_is_left_out(module, quantized, where)
+    carry_hooks_(model, whole, settings.inside, where)
     renew_stale_statistics_(quantized, example, where)
     if not settings.learned:
         quantized.observe_(True, settings.observer or partial(MovingAverage, momentum=0.01))
@@ -211,6 +219,28 @@ class QAT(QATSettings, Train):
     def starts_from_trained(self) -> bool:
         """True: it quantizes the incoming model before it trains."""
         return True
+
+    def check_fits(self, model: nn.Module, task: Task) -> None:
+        """As `Train` does, with the names of learned scales, too, where there are some.
+
+        Raises what `Train.check_fits` and `prepare_qat` raise.
+        """
+        super().check_fits(model, task)
+        if not self.learned or self.param_groups is None:
+            return
+        module, example, _ = module_to_quantize(model, calibration_inputs(task, 2), self.inside, "QAT")
+        quantized = build_quantized(
+            module,
+            example,
+            self.target,
+            None,
+            skip=self.skip,
+            dynamic=self.dynamic,
+            bits=self.bits,
+            trainable=True,
+        )
+        quantized.unfold_batchnorm_(learned=True, offsets=self.offsets)
+        groups_of(in_place_of(model, quantized, self.inside), self.param_groups, quiet=True)
 
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         if kept := [name for name, training in given_modes(model).items() if not training]:

@@ -22,6 +22,7 @@ from compresskit.base.stage import PROPERTIES, Stage
 from compresskit.base.task import Task
 from compresskit.graph.masks import masks_of
 from compresskit.graph.surgery import frozen_copy, parameter_owners
+from compresskit.graph.tracing import no_modes_of_caller
 from compresskit.quant.numerics.palette import Palette
 from compresskit.quant.qat.replaced_layers import Layer, check_plain_weight, check_skip, layers_to_replace, run_watched
 from compresskit.train.batchnorm import reestimate_batchnorm_
@@ -57,6 +58,7 @@ class TernaryWeight(nn.Module):
         return values + slope * (weight - weight.detach())  # adds zeros
 
 
+@no_modes_of_caller()
 def ternarize_(
     model: nn.Module, batches: Batches, *, threshold: float = 0.05, ends: bool = False, skip: tuple[str, ...] = ()
 ) -> nn.Module:

@@ -25,6 +25,7 @@ from compresskit.graph.layers.stored import CONVS
 from compresskit.graph.masks import masks_of
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor
+from compresskit.graph.tracing import no_modes_of_caller
 from compresskit.quant.calibrated import check_samples
 from compresskit.quant.calibration.activation_statistics import InputMoments, input_moments, patch_moments
 from compresskit.quant.effort.samples import OutputError, few_compared_rows, tell_of_loss
@@ -160,6 +161,7 @@ def quantize_weights(
     return _quantize_weights(model, batches, settings, "quantize_weights")
 
 
+@no_modes_of_caller()
 def _quantize_weights(model: nn.Module, batches: Batches, settings: WeightSettings, where: str) -> WeightQuantized:
     """What `quantize_weights` returns. where: the function or stage, for messages."""
     storage, overrides = settings.storage, settings.overrides or {}

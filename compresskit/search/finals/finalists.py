@@ -10,12 +10,11 @@ import math
 import statistics
 import time
 from collections.abc import Container, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from compresskit.base.errors import CompressError, DataError, ExportError, TrainingError
+from compresskit.base.errors import CheckpointError, CompressError, DataError, ExportError, TrainingError
 from compresskit.base.fingerprint import describe, short_hash
 from compresskit.base.progress import announce
 from compresskit.base.task import MetricError
@@ -42,6 +41,7 @@ RUNGS = 4  # measurements of the metric in a training, after which it may be giv
 LEFT_AFTER_SHORT, LEFT = 0.3, 0.5
 LEAST_LEFT = 0.1  # the same of what was seen, at least: one that lost nothing in the end says little of deeper cuts
 OF_SETTINGS = 1024  # bytes that are left for what a file tells of its training
+OF_PROOF = 256  # bytes by which what it tells of its stage, metric and proof may be longer than when its candidate was made
 TRAINED = "trained"
 #: Attributes of a trial that have the error of its run: of its file, for good and for one call, and of its training, for one
 #: call. What failed for one call may have been mended since.
@@ -98,7 +98,7 @@ class Finals:
         """Run up to `most` finalists, together with other processes; the best that keeps all ceilings, or None.
 
         Where they are trained, files without training that keep all ceilings, too, and promise more than the best of them are
-        run after that.
+        run after that. Where they are not, and none keeps the ceilings, those are run that were measured within all of them.
 
         Args:
             tried: candidates with figures; those that are run, here or elsewhere, get `trained`, `stopped`, `rejected` or
@@ -125,6 +125,9 @@ class Finals:
                     following = self.next_finalist(tried, best, at_work)
                     if following is not None and not self._has_time():
                         following = None
+                elif best is None and self.train is None and not at_work:
+                    # Without a training, it is soon seen whether another file keeps the ceilings when it is run.
+                    following = self.next_finalist(self._measured_within(tried), None)
                 if following is not None:
                     trial = self._trial(self.folder(following.candidate))
             if following is not None:
@@ -145,6 +148,10 @@ class Finals:
         gone = {t.user_attrs.get("folder") for t in trials if {UNTRAINABLE, REJECTED_ONCE} & t.user_attrs.keys()}
         measured = [(t.figures, t) for t in tried if t.figures is not None and self.folder(t.candidate).name not in gone]
         return [t for found, t in measured if found.get(self.minimise) < least and not found.excesses(sure)]
+
+    def _measured_within(self, tried: Sequence[Tried]) -> list[Tried]:
+        """The candidates whose files were measured within all ceilings when they were made."""
+        return [t for t in tried if t.figures is not None and not t.figures.excesses(self.ceilings)]
 
     def _has_time(self) -> bool:
         """Whether another training may begin: where none is given up early, one as long as those so far has to fit."""
@@ -375,10 +382,7 @@ class Finals:
             return
         figures = with_training = self._figures(result, time.perf_counter() - begin)
         if self.train is not None and tried.figures is not None and tried.figures.drop < figures.drop:
-            with suppress(ExportError, DataError):  # the trained file is whole all the same
-                plain = self._run(candidate, self.recipe(candidate, trains=False), trains=False)
-                without = self._figures(plain, time.perf_counter() - begin)
-                figures = min(figures, without, key=self._rank)
+            figures = min(figures, self._without_training(candidate, begin) or figures, key=self._rank)
         trial.set_user_attr("untrained", figures is not with_training)
         if figures is not with_training:
             trial.set_user_attr("discarded", asdict(with_training))
@@ -386,6 +390,16 @@ class Finals:
             trial.set_user_attr(OVER, True)
         trial.set_user_attr("figures", asdict(figures))
         self.study.tell(trial, figures.metric)
+
+    def _without_training(self, candidate: Candidate, begin: float) -> Figures | None:
+        """Figures of a candidate's file without training; None where its run fails, since that with it is whole all the same."""
+        try:
+            plain = self._run(candidate, self.recipe(candidate, trains=False), trains=False)
+            return self._figures(plain, time.perf_counter() - begin)
+        except CheckpointError:
+            raise  # of the disk or the folder
+        except (ExportError, DataError):
+            return None
 
     def _tell_failed(self, trial: Any, error: CompressError, *, trains: bool) -> None:
         """Tell a trial why its run failed: for good only where the candidate, which stays as it is, cannot do otherwise."""
@@ -397,12 +411,12 @@ class Finals:
     def _is_of_candidate(self, error: CompressError, candidate: Candidate, *, trains: bool = True) -> bool:
         """Whether the error of a candidate's run is of the candidate alone, so that others may do.
 
-        One of the data or of the user's code is not: the uncompressed model, which is measured first, has it, too, or another
-        finalist had it in the same words and none was finished. A metric that is not finite is: the uncompressed model has one
-        that is.
+        One of the disk or the folder is not. One of the data or of the user's code is not: the uncompressed model, which is
+        measured first, has it, too, or another finalist had it in the same words and none was finished. A metric that is not
+        finite is: the uncompressed model has one that is.
         """
         if not isinstance(error, DataError):
-            return True
+            return not isinstance(error, CheckpointError)
         if not (self.folder(candidate, trains=trains) / START / ROW).exists():
             return False
         trials = self.study.get_trials(deepcopy=False, states=(self.states.COMPLETE, self.states.FAIL))

@@ -6,12 +6,10 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
-
-import torch
 
 from compresskit.base.errors import CheckpointError, CompressError
 from compresskit.base.files import read_json, write_json
@@ -20,7 +18,7 @@ from compresskit.base.progress import announce
 from compresskit.measure import evaluate
 from compresskit.recipe.folder import LOCK
 from compresskit.recipe.locks import exclusive, is_locked
-from compresskit.search.candidate import Candidate
+from compresskit.search.candidate import Candidate, at_lower_rates
 from compresskit.search.figures import Figures
 from compresskit.search.finals.finalists import Finals
 from compresskit.search.finals.minutes import StepTimer
@@ -45,7 +43,7 @@ def short_training(train: Train, workshop: Workshop) -> Train | None:
     """
     if (steps := short_steps(train.length(workshop.task).steps)) == 0:
         return None
-    optimizer = partial(_with_lower_rates, train.optimizer)
+    optimizer = partial(at_lower_rates, train.optimizer, SHORT_RATE)
     return replace(train, optimizer=optimizer, steps=steps, epochs=None, validate_every=steps, keep_best=False, patience=None)
 
 
@@ -65,13 +63,6 @@ def most_steps(within: float, trainings: float) -> int:
     if short_steps(fits) == 0:
         fits = min(math.floor(within / trainings), LEAST_TRAINING - 1)
     return fits
-
-
-def _with_lower_rates(make: Callable[..., torch.optim.Optimizer], parameters: Any) -> torch.optim.Optimizer:
-    optimizer = make(parameters)
-    for group in optimizer.param_groups:
-        group["lr"] = group["lr"] * SHORT_RATE  # not in place: it may be a tensor of the user's
-    return optimizer
 
 
 @dataclass(frozen=True, kw_only=True)

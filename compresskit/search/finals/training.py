@@ -7,10 +7,8 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from compresskit.base.errors import CompressError, SettingError
@@ -18,8 +16,9 @@ from compresskit.base.files import read_json, write_json
 from compresskit.base.fingerprint import describe, short_hash
 from compresskit.base.objective import Objective
 from compresskit.base.progress import announce
-from compresskit.base.task import Task, accuracy, call
+from compresskit.base.task import Task, call
 from compresskit.distill import imitate
+from compresskit.distill.class_dim import class_dim
 from compresskit.distill.losses import hint
 from compresskit.distill.objectives.imitate import Imitate
 from compresskit.graph.surgery import copy_model, frozen_copy, no_attention_fastpath
@@ -60,13 +59,12 @@ def with_objective(train: Train, model: nn.Module, task: Task) -> Train:
 
 
 def _predicts_classes(model: nn.Module, task: Task, *, labelled: bool) -> bool:
-    """Whether predictions have scores of classes in their second dimension, by the loss, or, without targets, by the metric."""
+    """Whether the task says that predictions have scores of two or more classes in one of their dimensions."""
+    probe = frozen_copy(model).to(task.device)
     with torch.no_grad(), no_attention_fastpath():
-        predictions = task.predict(call(frozen_copy(model).to(task.device), task.example()))
-    loss = task.loss.func if isinstance(task.loss, partial) else task.loss
-    of_classes = loss is F.cross_entropy or loss is F.nll_loss or isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
-    known = (of_classes and labelled) or task.metric is accuracy
-    return known and predictions.ndim >= 2 and predictions.shape[1] >= 2
+        predictions = task.predict(call(probe, task.example()))
+        found = class_dim(task, probe, predictions, reads_loss=labelled)
+    return found.known and found.dim is not None and predictions.shape[found.dim] >= 2
 
 
 def check_objective(train: Train | None, model: nn.Module, task: Task) -> None:

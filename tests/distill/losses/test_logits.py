@@ -205,3 +205,36 @@ def test_match_predictions_sends_no_gradient_to_the_teacher(channels) -> None:
     losses.match_predictions(student, teacher).backward()
     assert student.grad.any()
     assert teacher.grad is None
+
+
+@pytest.mark.parametrize("loss", ["label_smoothing", "dkd", "kl_plus_ce"])
+def test_ignored_labels_stay_ignored_beside_a_weight(loss) -> None:
+    student, teacher, weight = torch.randn(6, 5), torch.randn(6, 5), torch.rand(6) + 0.5
+    target = torch.tensor([1, -100, 2, -100, 4, 0])
+    kept = target != -100
+
+    def value(rows):
+        s, t, y, w = student[rows], teacher[rows], target[rows], weight[rows]
+        if loss == "kl_plus_ce":  # there they count for the divergence
+            return losses.kl_plus_ce(s, t, y, weight=w) - losses.kl_plus_ce(s, t, y, weight=w, beta=0.0)
+        return losses.dkd(s, t, y, weight=w) if loss == "dkd" else losses.label_smoothing(s, y, weight=w)
+
+    torch.testing.assert_close(value(torch.ones(6, dtype=torch.bool)), value(kept))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_masked_classes_have_no_part_in_the_labels(smoothing) -> None:
+    """Also where an ignored label counts as class 0 on the way, and this one is masked."""
+    student, teacher = torch.randn(5, 6), torch.randn(5, 6)
+    student[:, 0] = teacher[:, 0] = -math.inf
+    student.requires_grad_()
+    target = torch.tensor([1, 2, 5, 3, -100])
+    shifted = torch.where(target == -100, target, target - 1)
+    value = losses.label_smoothing(student, target, smoothing=smoothing)
+    wanted = nn.functional.cross_entropy(student[:, 1:], shifted, label_smoothing=smoothing)
+    torch.testing.assert_close(value, wanted)
+    (gradient,), (other,) = (torch.autograd.grad(each, student, retain_graph=True) for each in (value, wanted))
+    torch.testing.assert_close(gradient, other)
+    both = losses.kl_plus_ce(student, teacher, target)
+    torch.testing.assert_close(both, losses.kl_plus_ce(student[:, 1:], teacher[:, 1:], shifted))
+    assert torch.autograd.grad(both, student)[0].isfinite().all()

@@ -177,3 +177,36 @@ def test_arrays_are_refused() -> None:
         for given in ((values.numpy(), values), (values, values.numpy())):
             with pytest.raises(DataError, match=f"{loss.__name__}: wanted tensors, got ndarray of the (student|teacher)"):
                 loss(*given)
+
+
+def test_no_rows_cost_nothing() -> None:
+    none = torch.randn(0, 4, requires_grad=True)
+    for loss in (losses.soft_targets, losses.chunked_soft_targets, losses.hint):
+        assert loss(none, none.detach()).item() == 0
+
+
+LOGITS, FEATURES, TOKENS = torch.zeros(4, 3), torch.zeros(2, 3, 4, 4), torch.zeros(2, 5, 8)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: losses.soft_targets(LOGITS, LOGITS, weight=[1.0] * 4), r"soft_targets\(weight=...\): wanted a tensor, got list"),
+        (lambda: losses.soft_targets(LOGITS, LOGITS, weight=-torch.ones(4)), r"\(weight=...\): wanted numbers >= 0, got -1"),
+        (lambda: losses.chunked_soft_targets(LOGITS, LOGITS, weight=[1.0]), r"\(weight=...\): wanted a tensor, got list"),
+        (lambda: losses.soft_targets(LOGITS, LOGITS, dim="1"), r"soft_targets\(dim=...\): wanted the dimension of the classes"),
+        (lambda: losses.standardized_soft_targets(LOGITS, LOGITS, dim="1"), r"standardized_soft_targets\(dim=...\): wanted"),
+        (lambda: losses.chunked_soft_targets(LOGITS, LOGITS, dim="1"), r"chunked_soft_targets\(dim=...\): wanted the dimension"),
+        (lambda: losses.chunked_soft_targets(LOGITS, LOGITS, chunk="8"), r"\(chunk=...\): wanted a whole number >= 1, got '8'"),
+        (lambda: losses.chunked_soft_targets(LOGITS, LOGITS, chunk=2.5), r"\(chunk=...\): wanted a whole number >= 1, got 2.5"),
+        (lambda: losses.soft_targets(LOGITS, LOGITS, temperature=float("inf")), r"\(temperature=...\): wanted a positive number"),
+        (lambda: losses.hard_targets(LOGITS, LOGITS, threshold="a"), r"\(threshold=...\): wanted a number in \[0, 1\), got a"),
+        (lambda: losses.hcl(FEATURES, FEATURES, levels=4), r"hcl\(levels=...\): wanted sizes >= 1, got 4"),
+        (lambda: losses.head_relations(TOKENS, TOKENS, heads="2"), r"head_relations\(heads=...\): wanted a whole number >= 1"),
+        (lambda: losses.CRDLoss(samples="3"), r"CRDLoss\(samples=...\): wanted a whole number, got '3'"),
+        (lambda: losses.projection_heads(LOGITS, LOGITS, width=0), r"projection_heads\(width=...\): wanted a whole number >= 1"),
+    ],
+)
+def test_settings_of_another_kind_are_one_sentence(call, message) -> None:
+    with pytest.raises((DataError, SettingError), match=message):
+        call()

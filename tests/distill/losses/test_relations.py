@@ -41,3 +41,17 @@ def test_relation_losses_refuse_shapes_and_settings_that_do_not_fit() -> None:
         losses.info_nce(a, b)
     with pytest.raises(SettingError, match=r"order=\.\.\.\): wanted a whole number >= 1, got 0"):
         losses.correlation_congruence(a, a, order=0)
+
+
+def test_pkt_adds_eps_inside_the_logarithm_alone() -> None:
+    student, teacher = torch.randn(5, 3), torch.randn(5, 4)
+
+    def rows(features):
+        unit = features.double() / features.double().norm(dim=1, keepdim=True)
+        kernel = (unit @ unit.T + 1) / 2
+        return kernel / kernel.sum(1, keepdim=True)
+
+    s, t = rows(student), rows(teacher)
+    expected = float((t * ((t + 0.1) / (s + 0.1)).log()).mean())
+    assert float(losses.pkt(student, teacher, eps=0.1)) == pytest.approx(expected, abs=1e-6)
+    assert abs(expected) > 1e-4

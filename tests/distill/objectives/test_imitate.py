@@ -112,6 +112,12 @@ def test_nothing_of_a_teacher_is_in_a_student(tmp_path) -> None:
 def test_imitate_refuses_settings_out_of_range() -> None:
     with pytest.raises(SettingError, match=r"imitate\(classes=\.\.\.\): wanted a whole number >= 2, got 1"):
         ck.imitate(classes=1)
+    for teacher, got in ((3, "int"), ([], "list"), (nn.Linear, "the class Linear")):
+        with pytest.raises(SettingError, match=rf"imitate\(\): wanted a model, a Teacher, an EMA or a cache, got {got}"):
+            ck.imitate(teacher)
+    for temperature in ("4", float("inf")):
+        with pytest.raises(SettingError, match=r"imitate\(temperature=...\): wanted a positive number"):
+            ck.imitate(temperature=temperature)
     with pytest.raises(SettingError, match=r"imitate\(mixup=\.\.\.\): wanted a number >= 0, got -1"):
         ck.imitate(mixup=-1)
     for settings in (dict(), dict(task_weight=0, loss=kd.losses.dkd), dict(task_weight=0, terms=[Term(kd.losses.dkd)])):

@@ -17,7 +17,8 @@ import compresskit as ck
 from compresskit.export.check.contents import inspect_onnx
 from compresskit.export.rewrite import bit_planes
 from compresskit.export.rewrite.few_bits import pack_few_bits
-from compresskit.quant import Bits, quantize_static
+from compresskit.quant import Bits, quantize_static, quantize_weights
+from compresskit.quant.weight_only import Palette
 
 RANDOM = np.random.default_rng(0)
 
@@ -121,7 +122,7 @@ def test_the_lowest_opset_stores_plain_int8(tmp_path) -> None:
     path = ck.export_onnx(quantized, tmp_path / "m.onnx", image(2), opset="lowest")
     file = onnx.load(path)
     assert file.opset_import[0].version == 13
-    assert "BitShift" not in {node.op_type for node in file.graph.node}
+    assert "GreaterOrEqual" not in {node.op_type for node in file.graph.node}
     assert ck.verify_onnx(path, quantized, [image(3)]).passed
 
 
@@ -129,6 +130,38 @@ def test_planes_of_an_older_file_run_in_the_kernels_of_8_bits(tmp_path) -> None:
     torch.manual_seed(0)
     quantized = quantize_static(build(networks.WideChain), [image(16)], bits=Bits(weights=2))
     path = ck.export_onnx(quantized, tmp_path / "m.onnx", image(2), opset=18)
-    assert "BitShift" in {node.op_type for node in onnx.load(path).graph.node}
+    assert "GreaterOrEqual" in {node.op_type for node in onnx.load(path).graph.node}
     assert ck.audit(path).integer_fraction == 1.0
     assert ck.verify_onnx(path, quantized, [image(3)]).passed
+
+
+def shifted(file: onnx.ModelProto) -> onnx.ModelProto:
+    """The file as earlier versions wrote its bit planes."""
+    makers = {name: node for node in file.graph.node for name in node.output}
+    readers = {name: node for node in file.graph.node for name in node.input}
+    one, places = np.uint8(1), np.arange(8, dtype=np.uint8)
+    file.graph.initializer.extend([onnx.numpy_helper.from_array(one, "one"), onnx.numpy_helper.from_array(places, "places")])
+    for node in [node for node in file.graph.node if node.op_type == "Mod"]:
+        early, compared = makers[node.input[0]], readers[node.output[0]]
+        early.CopyFrom(onnx.helper.make_node("BitShift", [early.input[0], "places"], early.output, direction="RIGHT"))
+        readers[compared.output[0]].input[0] = node.output[0]
+        node.CopyFrom(onnx.helper.make_node("BitwiseAnd", [node.input[0], "one"], node.output))
+        file.graph.node.remove(compared)
+    onnx.checker.check_model(file, full_check=True)
+    return file
+
+
+@pytest.mark.parametrize("bits", [1, 3, 5])
+def test_planes_of_earlier_files_are_known(bits, tmp_path) -> None:
+    """A BitShift takes the bits apart there."""
+    model = torch.nn.Sequential(torch.nn.Linear(40, 190), torch.nn.ReLU(), torch.nn.Linear(190, 70)).eval()
+    x = torch.randn(5, 40)
+    quantized = quantize_weights(model, x, scheme=Palette(bits=bits))
+    path = ck.export_onnx(quantized, tmp_path / "m.onnx", x)
+    before = onnx.load(path)
+    assert "BitShift" not in {node.op_type for node in before.graph.node}
+    onnx.save(shifted(before), early := tmp_path / "early.onnx")
+    assert ck.verify_onnx(early, quantized, [x]).passed
+    rows, wanted = inspect_onnx(early).layers, inspect_onnx(path).layers
+    assert [layer.dtype for layer in rows] == [f"int{bits} palette"] * 2
+    assert rows == wanted

@@ -185,3 +185,13 @@ def test_layers_kept_in_fp32_are_not_put_into_fp8() -> None:
 def test_advice_names_sizes_that_fp8_cannot_take() -> None:
     layers = advise(net(), torch.randn(16, 32)).layers
     assert [layer.unaligned_fp8 for layer in layers] == [(), (), ("out_features",)]
+
+
+class Head(nn.Sequential):
+    pass
+
+
+def test_layers_inside_of_a_kind_that_stays_in_fp32_stay() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), Head(nn.Linear(16, 16)))
+    found = fp8.convert_by_policy(model, replace(EMULATED, keep_fp32=(Head,)))
+    assert (found.layers, found.skipped) == (("0",), {"1.0": "asked for"})

@@ -12,9 +12,11 @@ from torch import nn
 
 from compresskit.base.errors import SettingError
 from compresskit.mixed import (
+    KAHAN_BF16,
     MASTER_BF16,
     MASTER_FP16,
     PURE_FP16,
+    SR_BF16,
     Policy,
     prepare,
 )
@@ -189,3 +191,54 @@ def test_pure_fp16_takes_fused_adam_and_returns_fp32() -> None:
     run.finish()
     assert all(torch.isfinite(p).all() for p in model.parameters())
     assert {v.dtype for s in optimizer.state.values() for v in s.values()} == {torch.float32}
+
+
+def test_stochastic_rounding_draws_for_each_weight_of_the_model() -> None:
+    """Equal layers with equal gradients must not be rounded alike: the errors would add up."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(32, 32, bias=False) for _ in range(2)])
+    nn.init.ones_(model[0].weight)
+    nn.init.ones_(model[1].weight)
+    run = prepare(model, torch.optim.SGD(model.parameters(), lr=2**-9), SR_BF16)
+    run.backward(sum(layer.weight.float().sum() for layer in model))
+    run.step()
+    first, second = (layer.weight.detach() for layer in model)
+    assert 0.2 < float((first == 1).float().mean()) < 0.9
+    assert not torch.equal(first, second)
+
+
+def test_kahan_starts_with_sixteen_bits_of_each_weight() -> None:
+    """Digits of a trained model that bf16 lacks are not lost by `prepare`."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 8)
+    before = model.weight.detach().clone()
+    error = (prepare(model, sgd(model), KAHAN_BF16).finish().weight - before).abs() / before.abs()
+    assert error.max() <= 2**-16
+    assert before.bfloat16().float().sub(before).div(before).abs().max() > 2**-10
+
+
+def test_the_state_of_an_optimizer_that_stepped_half_weights_becomes_fp32() -> None:
+    model = nn.Linear(4, 4).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4).bfloat16()).sum().backward()
+    optimizer.step()
+    assert optimizer.state[model.weight]["exp_avg"].dtype is torch.bfloat16
+    run = prepare(model, optimizer, MASTER_BF16)
+    assert {v.dtype for state in optimizer.state.values() for v in state.values()} == {torch.float32}
+    run.finish()
+    assert optimizer.state[model.weight]["exp_avg"].dtype is torch.float32
+
+
+def test_a_write_into_one_value_of_a_half_weight_leaves_the_masters_of_the_others() -> None:
+    """The digits that bf16 lacks are kept for all values that nobody wrote."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1, bias=False)
+    run = prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), MASTER_BF16)
+    before = run.named_masters()["weight"].clone()
+    assert not torch.equal(before, before.bfloat16().float())
+    with torch.no_grad():
+        model.weight[0, 0] = 3.0
+    run.backward(run(torch.ones(1, 8)).sum())
+    run.step()
+    before[0, 0] = 3.0
+    assert torch.equal(run.named_masters()["weight"], before)

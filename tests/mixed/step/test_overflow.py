@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -89,3 +90,17 @@ def test_two_runs_do_not_see_the_overflow_of_each_other() -> None:
         run.backward(run(torch.full((1, 1), value)).sum())
         run.step()
     assert [run.stats()["skipped"] for run in runs] == [0, 1]
+
+
+def test_one_loss_that_overflowed_skips_the_step_of_both() -> None:
+    """Also where the user mends the gradients of `unscaled`, in which it can no longer be seen."""
+    model = nn.Linear(2, 1, bias=False)
+    policy = replace(MASTER_FP16, loss_scale=512.0)
+    run = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy, losses=("a", "b"))
+    before = run.named_masters()["weight"].clone()
+    run.backward(run(torch.ones(1, 2)).sum() * 60000.0, scaler="a")
+    run.backward(run(torch.ones(1, 2)).sum(), scaler="b")
+    for grad in run.unscaled().values():
+        grad.nan_to_num_(1.0, 1.0, 1.0)
+    run.step()
+    assert torch.equal(run.named_masters()["weight"], before)

@@ -22,7 +22,7 @@ from compresskit.mixed import (
     level,
     prepare,
 )
-from compresskit.mixed.step.scaler import total_norm
+from compresskit.mixed.step.scaler import stored_values, total_norm
 
 pytestmark = FP16_ON_CPU
 
@@ -198,3 +198,10 @@ def test_rows_that_a_sparse_gradient_holds_twice_are_added_before_they_count() -
     rows = torch.sparse_coo_tensor([[1, 1, 3]], [[1.0, 4.0], [2.0, 0.0], [12.0, 0.0]], (5, 2), check_invariants=False)
     opposite = torch.sparse_coo_tensor([[0, 0]], [[7.0], [-7.0]], (2, 1), check_invariants=False)
     torch.testing.assert_close(total_norm([rows, opposite, torch.zeros(3)], torch.device("cpu")), torch.tensor(13.0))
+
+
+def test_conjugated_gradients_are_changed_in_place() -> None:
+    values = torch.tensor([1 + 2j, 3 - 4j])
+    (stored,) = stored_values([values.conj()])
+    stored.mul_(2)
+    assert values.tolist() == [2 + 4j, 6 - 8j]

@@ -19,6 +19,7 @@ from compresskit.mixed import (
     prepare,
 )
 from compresskit.mixed.step.scaler import total_norm
+from compresskit.mixed.step.update import UnscaleAndClip
 
 pytestmark = FP16_ON_CPU
 OPTIMIZERS = {
@@ -191,3 +192,29 @@ def test_fused_sgd_with_dampening_takes_the_whole_first_gradient() -> None:
         linear_steps(run, [INF, 1.0, 1.0])
         weights.append(run.finish().weight.detach())
     torch.testing.assert_close(*weights)
+
+
+def test_an_overflow_skips_the_step_though_the_user_mends_the_gradients() -> None:
+    """As `unscaled` says; also where the norm is clipped, which is finite then."""
+    model = nn.Linear(2, 1, bias=False)
+    policy = replace(MASTER_FP16, loss_scale=512.0)
+    run = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy, clip=1.0)
+    before = run.named_masters()["weight"].clone()
+    run.backward(run(torch.ones(1, 2)).sum() * 60000.0)
+    grads = run.unscaled()
+    assert not grads["weight"].isfinite().all()
+    for grad in grads.values():
+        grad.nan_to_num_(1.0, 1.0, 1.0)
+    run.step()
+    assert torch.equal(run.named_masters()["weight"], before)
+    assert run.stats()["skipped"] == 1
+
+
+def test_float64_gradients_are_clipped_in_float64() -> None:
+    torch.manual_seed(0)
+    grad = torch.randn(100, dtype=torch.float64) * 10
+    parameter = nn.Parameter(torch.zeros(100, dtype=torch.float64))
+    parameter.grad = grad.clone()
+    nn.utils.clip_grad_norm_([parameter], 1.0)
+    UnscaleAndClip([grad], None, None, 1.0, [grad]).apply_()
+    torch.testing.assert_close(grad, parameter.grad, rtol=1e-14, atol=0)

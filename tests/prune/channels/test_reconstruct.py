@@ -248,3 +248,18 @@ def test_a_layer_is_read_at_half_as_many_places_as_it_has_inputs(inputs, rows) -
     model = nn.Sequential(nn.Conv2d(3, inputs, 1), nn.Conv2d(inputs, 4, 3, padding=1))
     found = reconstruct.input_statistics(model, ["1.weight"], data(64))
     assert found["1.weight"].rows == rows
+
+
+@torch.no_grad()
+def test_a_layer_with_a_bias_is_fitted_with_a_constant() -> None:
+    """Exactly the least squares with a column of ones, since all rows of a linear layer are read."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).eval(), torch.randn(256, 6)
+    model[0].bias += 2.0
+    plan = plan_channels(model, x, ck.remove(channels=0), ratios={"0": 0.5}, round_to=1)
+    small = apply_(copy.deepcopy(model), plan)
+    reconstruct_(small, model, plan, [(x,)], damping=1e-9)
+    read, wanted = model[:2](x)[:, plan.keep("2.weight")[1]].double(), model(x).double()
+    read = torch.cat([read, torch.ones(256, 1)], 1)
+    least = (read @ torch.linalg.lstsq(read, wanted).solution - wanted).square().mean()
+    assert (small(x) - wanted).square().mean() <= 1.001 * least

@@ -186,3 +186,10 @@ def test_ratios_that_do_not_fit_the_model() -> None:
         cut(build(networks.Chain), budget=ck.keep(macs=0.5), ratios={"c": 0.5})
     with pytest.raises(SettingError, match=r"would leave 0 of 16 channels"):
         cut(build(networks.Chain), budget=ck.keep(macs=0.5), ratios={"a.0": 0.98})
+
+
+def test_of_the_measured_plans_within_the_budget_the_largest_is_taken(monkeypatch) -> None:
+    measured = iter([(0.4, "first"), (0.6, "above"), (0.495, "close")])
+    monkeypatch.setattr(candidates.ExportedCandidates, "measure", lambda self, model: next(measured))
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
+    assert plan_channels(model, torch.randn(2, 16), ck.keep(bytes=0.5), round_to=1).note == "close"

@@ -155,3 +155,15 @@ def test_what_cannot_be_is_refused() -> None:
         damaged = structure(square) | {"replaced": {"0": {"kind": "factored", "ranks": ranks}}}
         with pytest.raises(ck.CheckpointError, match=r"wanted a rank up to each of \(36,\), got"):
             restructure_(nn.Sequential(nn.Conv2d(4, 4, 3)), damaged)
+
+
+@torch.no_grad()
+def test_cp_is_compared_with_what_saves_as_much() -> None:
+    """Tucker-2 of almost full rank loses less, and saves almost nothing."""
+    torch.manual_seed(0)
+    layer, x = nn.Conv2d(16, 24, 3, padding=1, bias=False), torch.randn(4, 16, 12, 12)
+    whole = of_rank(12, 24, 16, 3, 3)
+    layer.weight.copy_(whole + 0.1 * whole.std() * torch.randn_like(whole))
+    (line,) = plan_ranks(nn.Sequential(layer), x, ck.keep(macs=0.3), round_to=1, method="auto").lines
+    assert len(line.ranks) == 1
+    assert 0.001 < line.lost < 0.05

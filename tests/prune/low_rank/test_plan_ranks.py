@@ -21,6 +21,7 @@ from compresskit.graph.replacements import Factored, replace_module_
 from compresskit.graph.surgery import restructure_, structure
 from compresskit.prune.channels.reconstruct import input_statistics
 from compresskit.prune.low_rank import LowRank, RankPlan, plan_ranks
+from compresskit.prune.low_rank.plan_ranks import _Option, _select
 
 WIDE = {"round_to": 2}
 
@@ -249,3 +250,36 @@ def test_a_model_with_a_condition_is_factored() -> None:
     with torch.no_grad():
         assert plan.apply_(copy.deepcopy(model), [x])(x).shape == (64, 32)
     assert input_statistics(model, ["a.weight"], [(x,)], norms=True)["a.weight"].rows == 64  # as for refitting
+
+
+def test_of_what_became_needless_as_much_as_possible_is_taken_back() -> None:
+    """`a` is factored in two steps, then `b`, which alone saves enough."""
+    a = [_Option(ranks=(2,), lost=0.1, saved=1.0), _Option(ranks=(1,), lost=0.3, saved=2.0)]
+    b = _Option(ranks=(1,), lost=2.0, saved=10.0)
+    assert _select({"a": a, "b": [b]}, total=20.0, kept=0.5) == ({"b": b}, 10.0)
+
+
+def test_savings_beyond_the_budget_are_worth_nothing() -> None:
+    """`b` is cheaper for all that it saves, of which a fifth is wanted."""
+    a, b = _Option(ranks=(1,), lost=0.3, saved=2.0), _Option(ranks=(1,), lost=1.0, saved=10.0)
+    assert _select({"a": [a], "b": [b]}, total=20.0, kept=0.9) == ({"a": a}, 18.0)
+
+
+class Twice(nn.Module):
+    """One layer at two places, as in a Siamese network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.head = nn.Linear(32, 32), nn.Linear(32, 4)
+
+    def forward(self, x):
+        return self.head(self.shared(torch.relu(self.shared(x))))
+
+
+def test_a_layer_that_is_called_twice_saves_twice() -> None:
+    """The MACs of the plan are those of the factored model."""
+    torch.manual_seed(0)
+    model, x = Twice(), torch.randn(2, 32)
+    plan = plan_ranks(model, x, ck.keep(macs=0.6), round_to=1)
+    assert plan.macs == ck.count_macs(plan.apply_(model), x) <= 0.6 * plan.macs_before
+    assert plan.macs > 0.5 * plan.macs_before

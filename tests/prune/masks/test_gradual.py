@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import networks
 import pytest
@@ -17,6 +18,8 @@ import compresskit as ck
 from compresskit import Sparsify, Train
 from compresskit.prune import Masks, masks_of, plan_mask, schedules
 from compresskit.prune.criteria import movement
+from compresskit.prune.masks.gradual import GradualMasks
+from compresskit.prune.patterns import UNSTRUCTURED
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.* loses all of its weights"),  # the networks are tiny
@@ -154,3 +157,47 @@ def test_a_second_schedule_lets_nothing_grow_that_was_removed_before() -> None:
     Sparsify(budget=ck.remove(weights=0.8), schedule=schedules.Linear(), until=1.0, updates=3, finetune=how)(model, task)
     assert len(seen) == 3
     assert min(seen) >= first
+
+
+def gradual(**settings):
+    """Masks of four weights of which none is removed yet, at their last update."""
+    made = {
+        "model": nn.Identity(), "pattern": UNSTRUCTURED, "criterion": movement, "schedule": schedules.Constant(), "ratio": 0.5,
+        "ratios": None, "allocation": None, "until": 1.0, "updates": 1, "swap": 0.5, "memory": 1.0, "names": ("w",),
+    }  # fmt: skip
+    found = GradualMasks(**made | settings)
+    found.floor, found.floors, found.due, found.last, found.reads = 0.0, {"w": 0.0}, {5}, 5, True
+    found.masks = {"w": torch.ones(4, dtype=torch.bool)}
+    return found
+
+
+def chosen(found, scores, gradients, done=1.0):
+    """Which of the four weights stay after an update."""
+    weights = {"w": torch.ones(4)}
+    kept = found._choose(done, {"w": torch.tensor(scores, dtype=torch.float64)}, weights, {"w": torch.tensor(gradients)})
+    return kept["w"].int().tolist()
+
+
+def test_fewer_and_fewer_are_swapped() -> None:
+    scores, gradients = [4.0, 3.0, 2.0, 1.0], [0.0, 0.0, 8.0, 9.0]
+    assert chosen(gradual(), scores, gradients, done=0.0) == [1, 0, 0, 1]
+    assert chosen(gradual(), scores, gradients, done=1.0) == [1, 1, 0, 0]
+
+
+def test_what_was_removed_comes_back_by_its_gradient_alone() -> None:
+    removed = -float("inf")
+    assert chosen(gradual(swap=0.0), [1.0, removed, removed, removed], [0.0, 9.0, 0.0, 0.0]) == [1, 1, 0, 0]
+
+
+def test_scores_of_gradients_are_of_unscaled_ones_of_all_passes_of_a_step() -> None:
+    found, weight = gradual(), torch.tensor([1.0, 2.0, 3.0, 4.0])
+    for _ in range(2):
+        found._add_gradient("w", torch.full((4,), 512.0))
+    found._update(SimpleNamespace(named_masters=lambda: {"w": weight}, scaler=SimpleNamespace(scale=512.0)))
+    assert found.sums["w"].tolist() == [-2.0, -4.0, -6.0, -8.0]
+
+
+def test_no_layer_falls_below_what_was_removed_of_it_where_an_allocation_wants_less() -> None:
+    found = gradual(allocation=lambda weights, ratio: dict.fromkeys(weights, 0.1))
+    found.floors = {"w": 0.8}
+    assert found._ratios_at(1.0, {"w": torch.ones(4)}) == (0.5, {"w": pytest.approx(0.8)})

@@ -317,3 +317,13 @@ def test_the_ratio_counts_weights_where_units_have_different_sizes(ratio) -> Non
     masks = plan_mask(model, ck.remove(weights=ratio), pattern=Rows())
     assert abs(masks.removed - ratio * 720) <= (4 if ratio < 0.3 else 20)  # half a unit
     assert [int(m.any(1).sum()) + int((~m).all(1).sum()) for m in masks.masks.values()] == [40, 10]
+
+
+def test_a_block_of_which_something_is_left_is_ranked_by_that() -> None:
+    model = nn.Sequential(nn.Linear(8, 1, bias=False))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[9.0, 9.0, 9.0, 0.1, 1.0, 1.0, 1.0, 1.0]]))
+    plan_mask(model, ck.remove(weights=1 / 8)).apply_(model)
+    assert model[0].weight[0, 3] == 0
+    masks = plan_mask(model, ck.remove(weights=0.5), pattern=Block(inputs=4))
+    assert masks.masks["0.weight"].int().tolist() == [[1, 1, 1, 0, 0, 0, 0, 0]]

@@ -7,7 +7,9 @@ import random
 
 import networks
 import pytest
+import torch
 from networks import build, image
+from torch import nn
 
 import compresskit as ck
 from compresskit.export.check.profile.layers import INPUTS, LayerTime, Profile, ProfiledLayer, profile_layers
@@ -92,3 +94,21 @@ def test_where_all_layers_are_faster_in_float_the_one_that_loses_least_is_left()
     times = [(2.0, 1.0), (3.0, 1.0), (1.1, 1.0), (1.0, 1.0)]
     predictions = list(predicted_placements(graph, profile(times, conversions=0.2)))
     assert set(predictions) == {("conv", "conv_1", "add")}
+
+
+class ReadTwice(nn.Module):
+    """The second layer reads the first, and so does the sum behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x):
+        x = torch.relu(self.a(x))
+        return self.b(x) + x
+
+
+def test_one_conversion_serves_all_that_reads_a_value_in_a_layer() -> None:
+    captured, _, _ = prepare_graph(ReadTwice().eval(), (torch.randn(4, 3, 8, 8),), X86)
+    graph = layer_graph(captured.module.graph, place_quantizers(captured.module.graph, X86))
+    assert dict(graph.sizes) == {(-1, 0): 3 * 64, (0, 1): 8 * 64}

@@ -25,8 +25,8 @@ class Pairs(nn.Module):
 def test_one_pass_shows_the_ranges_for_all_that_read_them(monkeypatch) -> None:
     torch.manual_seed(0)
     passes = []
-    measured = shown_ranges._measured
-    monkeypatch.setattr(shown_ranges, "_measured", lambda *args: passes.append(args) or measured(*args))
+    measured = shown_ranges._measured_ranges
+    monkeypatch.setattr(shown_ranges, "_measured_ranges", lambda *args: passes.append(args) or measured(*args))
     quantized = ck.quant.quantize_static(Pairs().eval(), [(torch.randn(4, 3, 8, 8), torch.randn(4, 3, 8, 8))])
     assert len(passes) == 1
     reasons = " ".join(quantized.placement.floating.values())

@@ -185,6 +185,25 @@ def test_operator_families_are_exported_and_agree(kind, inputs, tmp_path) -> Non
     assert operators.get("Gemm", (1, 0))[0] >= 1 or operators["MatMul"][0] >= 4
 
 
+def test_a_pixel_unshuffle_moves_integers(tmp_path) -> None:
+    class Folded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.inner, self.out = nn.Conv2d(12, 8, 3, padding=1), nn.Conv2d(8, 8, 3), nn.Conv2d(32, 8, 1)
+
+        def forward(self, x):
+            return self.out(F.pixel_unshuffle(self.inner(self.stem(F.pixel_unshuffle(x, 2)).relu()), 2).relu())
+
+    model, x = Folded().eval(), image(5)
+    quantized = quantize_static(model, [image(16)])
+    assert not quantized.placement.floating
+    path = ck.export_onnx(quantized, tmp_path / "q.onnx", image(2))
+    assert ck.verify_onnx(path, quantized, [x, image(1)]).plain.within_one == 1.0
+    assert ck.audit(path).conversions == 2
+    quantized.enable_(False)
+    torch.testing.assert_close(quantized(*x), model(*x), atol=1e-5, rtol=1e-4)
+
+
 def test_a_concat_of_clamped_and_plain_values_runs_in_integers(tmp_path) -> None:
     class Mixed(nn.Module):
         def __init__(self):

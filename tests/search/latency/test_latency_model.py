@@ -146,3 +146,26 @@ def test_an_operator_that_the_profiler_does_not_see_takes_almost_no_time() -> No
     files = [replace(file, operators=(*file.operators, (unseen, 0.0))) for file in KNOWN]
     predicted = LatencyModel(files).predict([operator for operator, _ in files[2].operators])
     assert predicted == pytest.approx(files[2].milliseconds, rel=0.05)
+
+
+def test_equal_operators_of_a_file_count_each() -> None:
+    """A network of equal blocks takes as many times as it has of them."""
+    files = [
+        MeasuredFile(milliseconds=0.1 * width + 0.01, outside=0.01, operators=((conv(width, width), 0.1 * width),))
+        for width in (8, 16, 24, 32)
+    ]
+    one, ten = (LatencyModel(files).predict([conv(16, 16)] * times) for times in (1, 10))
+    assert ten == pytest.approx(10 * one, rel=0.02)
+    assert ten == pytest.approx(10 * files[1].milliseconds, rel=0.15)
+
+
+def test_a_file_is_corrected_by_what_files_like_it_took() -> None:
+    """One convolution takes twice as long beside operators that leave it nothing in the caches."""
+    shared, pool, gather = conv(16, 16), *(replace(conv(8, 8), kind=kind, macs=0.0) for kind in ("Pool float", "Gather float"))
+    files = [
+        MeasuredFile(milliseconds=time + 1, outside=0.0, operators=((shared, time), (other, 1.0)))
+        for other, time in ((pool, 1.0), (gather, 2.0)) * 3
+    ]
+    model = LatencyModel(files)
+    assert model.predict([shared, pool]) == pytest.approx(2.0, rel=0.1)
+    assert model.predict([shared, gather]) == pytest.approx(3.0, rel=0.1)

@@ -20,6 +20,7 @@ from compresskit.base.progress import progress_bar
 from compresskit.base.task import Inputs, Task, batch_size, first_tensor
 from compresskit.distill.losses.logits import match_predictions
 from compresskit.graph.surgery import frozen_copy, no_attention_fastpath
+from compresskit.graph.tracing import no_autocast
 from compresskit.measure import evaluate
 from compresskit.prune.depth.merging.merge_runs import ConvolutionRun, gather_
 from compresskit.train.batchnorm import reestimate_batchnorm_
@@ -51,9 +52,9 @@ MergeImportance = Callable[[MergeScoring], dict[str, float]]
 
 
 def predictions_of(model: nn.Module, batches: Sequence[Inputs], task: Task | None) -> list[Tensor]:
-    """A model's predictions for every batch."""
+    """A changed model's predictions for every batch."""
     predict = first_tensor if task is None else task.predict
-    with torch.no_grad(), no_attention_fastpath():
+    with torch.no_grad(), no_attention_fastpath(), no_autocast():
         return [predict(call_checked(model, inputs, "calibration data")) for inputs in batches]
 
 

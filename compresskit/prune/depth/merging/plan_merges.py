@@ -17,10 +17,11 @@ from compresskit.measure import count_macs, count_parameters, few_rows
 from compresskit.prune.channels.candidates import ExportedCandidates
 from compresskit.prune.channels.plan_channels import check_prunable
 from compresskit.prune.depth import importance as block_importance
+from compresskit.prune.depth.importance import original_predictions
 from compresskit.prune.depth.merging.choose_runs import least_important
 from compresskit.prune.depth.merging.find_runs import FoundRuns, find_runs
 from compresskit.prune.depth.merging.merge_costs import MergeCost, saved_macs, saved_milliseconds
-from compresskit.prune.depth.merging.merge_importance import MergeImportance, MergeScoring, merged_error, predictions_of
+from compresskit.prune.depth.merging.merge_importance import MergeImportance, MergeScoring, merged_error
 from compresskit.prune.depth.merging.merge_plan import MergeLine, MergePlan
 from compresskit.prune.depth.merging.merge_runs import (
     ConvolutionRun,
@@ -147,7 +148,7 @@ def rank_runs(model: nn.Module, task: Task, *, samples: int = 256, least: float 
     if not faster:
         return ()
     frozen, batches = frozen_copy(model), list(calibration_inputs(task, samples, "read runs"))
-    predictions = predictions_of(frozen, batches, task)
+    predictions = original_predictions(frozen, batches, task)
     scoring = MergeScoring(model=frozen, runs=[*faster.values()], batches=batches, predictions=predictions, task=task)
     scores = merged_error(scoring)
     chosen = [faster[name] for name in sorted(faster, key=lambda name: max(scores[name], 0.0) / saved[name])]
@@ -191,7 +192,7 @@ class _MergePlanner:
     @cached_property
     def predictions(self) -> list[Tensor]:
         """Of the original model, for every batch."""
-        return predictions_of(frozen_copy(self.model), self.batches, self.task)
+        return original_predictions(frozen_copy(self.model), self.batches, self.task)
 
     def scores(self, runs: list[ConvolutionRun]) -> dict[str, float]:
         """The importance of runs."""

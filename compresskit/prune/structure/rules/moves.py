@@ -21,7 +21,14 @@ from compresskit.prune.structure.channel_sets import (
 from compresskit.prune.structure.constraints import ChannelCut, HardCodedSize
 from compresskit.prune.structure.cuts import CUTS, cut_places
 from compresskit.prune.structure.rules.arithmetic import join_broadcast
-from compresskit.prune.structure.rules.base import MOVING_OPERATORS, OperatorCall, RuleResult, overloads, rule_for
+from compresskit.prune.structure.rules.base import (
+    MOVING_OPERATORS,
+    OperatorCall,
+    RuleResult,
+    operator_name,
+    overloads,
+    rule_for,
+)
 from compresskit.prune.structure.rules.parameter_view import ParameterView
 from compresskit.prune.structure.rules.width_scaling import remember_moved_product
 
@@ -349,6 +356,8 @@ def rule_write(call: OperatorCall) -> RuleResult:
         return x
     if call.kind == "index_put" and isinstance(args[2], ParameterView):
         return _write_vector(call, x, args[2])
+    if call.kind == "index_put" and varying_dims(x) and args[2].numel() == 1 and bool((args[2] <= 0).all()):
+        return _fill_places(call, x)
     values = [v for v in (*args[1:], *call.kwargs.values()) if isinstance(v, Tensor) and bool((collapse_expanded(v) > 0).any())]
     if not values:
         if not varying_dims(x) or "copy_" in str(call.target):
@@ -366,6 +375,37 @@ def rule_write(call: OperatorCall) -> RuleResult:
         return call.lock_inputs()
     labels = expand_along(call.labels_along(value, value.ndim + dims[0]), x.ndim + dims[0], tuple(x.shape))
     return labels if call.is_blank(target) else join_broadcast(call, x, labels)
+
+
+def _fill_places(call: OperatorCall, x: Tensor) -> RuleResult:
+    """One number written at some places, the same for every channel, as `x[~valid] = 0` does."""
+    labels, dim = x, 0
+    for index, node, is_mask in zip(call.args[1], call.node.args[1], call.node.meta["masks"], strict=True):
+        ndim = len(index.shape) if is_mask else 1
+        if is_mask and isinstance(index, Tensor):
+            index = _first_of_copies(call, index, node)
+            place = index.reshape([1] * dim + list(index.shape) + [1] * (x.ndim - dim - ndim))
+            labels = join_broadcast(call, labels, place)
+        elif index is not None and {*range(dim, dim + ndim)} & {*varying_dims(x)}:
+            return call.lock_inputs(f"overwritten by {call.where}")
+        elif isinstance(index, Tensor):
+            call.sets.lock(index, f"read as positions by {call.where}")
+        dim += ndim
+    return labels
+
+
+def _first_of_copies(call: OperatorCall, mask: Tensor, node: Node) -> Tensor:
+    """The labels of a mask; where it repeats another one, over the channels, those of one copy, which take any width."""
+    while operator_name(node.target) in ("bitwise_not", "logical_not", "clone", "detach"):
+        node = node.args[0]
+    if operator_name(node.target) not in ("repeat", "expand", "expand_as"):
+        return mask
+    before = call.state.shapes[node.args[0].name]
+    before = (1,) * (mask.ndim - len(before)) + before
+    for dim in range(mask.ndim):
+        mask = mask.narrow(dim, 0, 1) if before[dim] == 1 and dim not in varying_dims(mask) else mask
+    call.add_given_size(call.args[0])
+    return mask
 
 
 def _write_vector(call: OperatorCall, x: Tensor, parameter: ParameterView) -> RuleResult:
