@@ -30,9 +30,19 @@ FINER_BELOW = 0.5  # MACs that stay, below which channels are rounded to half as
 MULTIPLE, MULTIPLE_OF_DEPTHWISE = 8, 16  # multiples of channels for which kernels are fast; the second of integer depthwise ones
 QAT_SHARE = 4  # one part of so many of the training is quantization-aware
 ROUNDED_RATE = 0.1  # of the learning rates, for a part that is to stay near the float network
-OF_FLOAT = ("compile", "param_groups")  # settings of the training without meaning where all of it is quantization-aware
+OF_FLOAT = ("compile",)  # settings of the training without meaning where all of it is quantization-aware
 #: Settings of the training that its quantization-aware part has as they are. It has lower rates, and its own default objective.
-CARRIED_OVER = ("precision", "clip", "accumulate", "channels_last", "exact", "validate_every", "on_step", "on_epoch")
+CARRIED_OVER = (
+    "param_groups",
+    "precision",
+    "clip",
+    "accumulate",
+    "channels_last",
+    "exact",
+    "validate_every",
+    "on_step",
+    "on_epoch",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,15 +107,14 @@ class Candidate:
         """Whether a training of finalists trains it: not where weights that no training rounds are all that changes."""
         return self.changes_structure or self.bits not in WITHOUT_EFFORT
 
-    def trains_in_two_parts(self, train: Train) -> bool:
+    @property
+    def trains_in_two_parts(self) -> bool:
         """Whether it is trained in float first and then with rounding.
 
         Not where nothing but precision goes. Not with weights of 4 bits either, as in the chain of `benchmarks/chain_cifar.md`:
-        so few bits need the whole training. There, too, where it groups parameters by names, which rounding changes.
+        so few bits need the whole training.
         """
-        if not self.changes_structure or self.bits in WITHOUT_EFFORT:
-            return False
-        return self.bits != "int4" or train.param_groups is not None
+        return self.changes_structure and self.bits != "int4" and self.bits not in WITHOUT_EFFORT
 
     def stages(
         self,
@@ -174,11 +183,10 @@ class Candidate:
     def _rounded_training(self, train: Train, part: Train, given: dict[str, Any]) -> QAT:
         """The part of a training that is quantization-aware. given: settings of the quantization."""
         settings = {**given, **{name: getattr(part, name) for name in CARRIED_OVER}}
-        if self.changes_structure and not self.trains_in_two_parts(train):  # what was removed is made up for here
+        if self.changes_structure and not self.trains_in_two_parts:  # what was removed is made up for here
             settings |= {each.name: getattr(train, each.name) for each in fields(Train) if each.name not in OF_FLOAT}
         else:
-            grouped = train.param_groups is not None  # an optimizer that takes these groups may take no others
-            settings["optimizer"] = partial(at_lower_rates, Train.optimizer if grouped else train.optimizer, ROUNDED_RATE)
+            settings["optimizer"] = partial(at_lower_rates, train.optimizer, ROUNDED_RATE)
             if isinstance(train.schedule, lr.LRSchedule):  # one of torch's may set rates of its own
                 settings["schedule"] = train.schedule
             if train.objective is not None and not train.reads_target:
@@ -219,7 +227,7 @@ def _shares(train: Train, candidate: Candidate) -> tuple[Train | None, Train | N
         return train, None
     if candidate.bits in WITHOUT_EFFORT:
         return (train if candidate.can_be_trained else None), None
-    if not candidate.trains_in_two_parts(train):
+    if not candidate.trains_in_two_parts:
         return None, train
     total = train.steps or train.epochs or 0
     rounded = max(1, round(total / QAT_SHARE))

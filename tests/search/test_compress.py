@@ -248,8 +248,9 @@ def test_a_cut_network_with_weights_of_4_bits_is_trained_with_rounding_from_the_
     assert (qat.keep_best, qat.patience, qat.clip, qat.compile) == (True, 3, 1.0, False)  # it cannot be compiled
     whole = Candidate(bits="int4").stages(order=Removable(), samples=7, train=train)[-1]
     assert rates(whole)[1] == pytest.approx(0.01)  # which stays where it was
-    named = replace(train, param_groups=ck.train.param_groups.no_decay_on_vectors)  # by names that rounding changes
-    assert Candidate(macs=0.5, bits="int4").stages(order=Removable(), samples=7, train=named)[0].finetune.steps == 6
+    named = replace(train, param_groups=ck.train.param_groups.no_decay_on_vectors)
+    qat = Candidate(macs=0.5, bits="int4").stages(order=Removable(), samples=7, train=named)[-1]
+    assert (qat.steps, qat.param_groups) == (8, named.param_groups)
 
 
 def test_deeper_cuts_are_tried_first_where_candidates_are_trained() -> None:
@@ -294,8 +295,8 @@ def test_the_rounded_part_of_a_training_has_its_optimizer_at_lower_rates(candida
     assert rates(rounded()) == (torch.optim.AdamW, pytest.approx(1e-4))  # that of a Train that has none of its own
     steps = rounded(schedule=ck.lr.EachEpoch(partial(torch.optim.lr_scheduler.StepLR, step_size=1)))
     assert steps.schedule == ck.lr.Cosine()  # torch's may set rates of their own
-    named = rounded(optimizer=torch.optim.Muon, param_groups=ck.train.param_groups.no_decay_on_vectors)
-    assert rates(named) == (torch.optim.AdamW, pytest.approx(1e-4))  # which takes all parameters, not some groups alone
+    named = rounded(param_groups=ck.train.param_groups.no_decay_on_vectors)
+    assert named.param_groups is ck.train.param_groups.no_decay_on_vectors
     written, names = SourceWriter().source(given, "here"), {"ck": ck, "partial": partial, "at_lower_rates": at_lower_rates}
     names["Adam"] = torch.optim.Adam
     assert "optimizer=partial(at_lower_rates, partial(Adam, lr=0.01), 0.1)" in written

@@ -126,7 +126,7 @@ def finals(shop, tmp_path, monkeypatch):
     monkeypatch.setattr(minutes, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     for name, patched in {"_run": run, "recipe": recipe, "_figures": figures}.items():
         monkeypatch.setattr(Finals, name, patched)
-    monkeypatch.setattr(Candidate, "trains_in_two_parts", lambda self, train: False)
+    monkeypatch.setattr(Candidate, "trains_in_two_parts", False)
     worker = Worker(tmp_path)
     with worker.at_work():
         yield Finals(

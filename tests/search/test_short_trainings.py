@@ -338,7 +338,7 @@ def test_only_a_file_that_keeps_the_ceilings_lets_others_be_given_up(over, best,
         return Figures(metric=value, drop=1 - value, latency=1.0, bytes=sizes[candidate.blocks], macs=1, seconds=seconds)
 
     watch = None
-    monkeypatch.setattr(Candidate, "trains_in_two_parts", lambda self, train: False)
+    monkeypatch.setattr(Candidate, "trains_in_two_parts", False)
     for name, patched in {"_run": run, "recipe": recipe, "_figures": figures}.items():
         monkeypatch.setattr(Finals, name, patched)
     monkeypatch.setattr(finals, "train", replace(TRAIN, steps=200))

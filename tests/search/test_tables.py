@@ -83,7 +83,7 @@ def test_few_bits_for_tables_are_tried_where_they_are_large_and_can_be_looked_up
 def test_what_is_cut_is_trained_before_its_weights_are_rounded() -> None:
     train = ck.Train(epochs=4, optimizer=torch.optim.SGD)
     candidate = Candidate(macs=0.5, bits="weights4")
-    assert not candidate.trains_in_two_parts(train)
+    assert not candidate.trains_in_two_parts
     cut, rounded = candidate.stages(order=Removable(), samples=7, train=train, dynamic=(0, 1))
     assert cut.finetune.epochs == 4
     assert (rounded.samples, rounded.dynamic) == (7, (0, 1))

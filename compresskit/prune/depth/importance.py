@@ -8,10 +8,10 @@ first_order      the change of the loss to first order in the block's branch: la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from compresskit.base.errors import DataError, SettingError
 from compresskit.base.inputs import call_checked, not_finite, not_finite_error, some_batches
 from compresskit.base.progress import progress_bar
 from compresskit.base.task import Inputs, Task, batch_size, first_tensor
+from compresskit.distill.class_dim import class_dim
 from compresskit.distill.losses.logits import match_predictions
 from compresskit.graph.surgery import mode, no_attention_fastpath
 from compresskit.graph.tracing import no_autocast
@@ -53,11 +54,14 @@ class BlockScoring:
             output = call_checked(self.model, inputs, "calibration data")
         return first_tensor(output) if self.task is None else self.task.predict(output)
 
+    @cached_property
+    def class_dim(self) -> int | None:
+        """The dimension of the predictions that holds classes; None of numbers."""
+        return dim_of_classes(self.model, self.predictions, self.task)
+
     def error(self) -> float:
         """How far the predictions are from the original model's, as `distill.losses.match_predictions` measures it."""
-        pairs = zip(self.batches, self.predictions, strict=True)
-        total = sum(float(match_predictions(self.predict(x), wanted)) * len(wanted) for x, wanted in pairs)
-        return total / sum(map(len, self.predictions))
+        return mean_error(map(self.predict, self.batches), self.predictions, self.class_dim)
 
 
 def original_predictions(model: nn.Module, batches: Sequence[Inputs], task: Task | None) -> list[Tensor]:
@@ -69,6 +73,19 @@ def original_predictions(model: nn.Module, batches: Sequence[Inputs], task: Task
         if not_finite(found[-1]) == "nan":
             raise not_finite_error("calibration data", "a prediction of the model", [inputs], number)
     return found
+
+
+def dim_of_classes(model: nn.Module, predictions: Sequence[Tensor], task: Task | None) -> int | None:
+    """The dimension of predictions that holds classes, as far as the task says it; None of numbers, and where nothing does."""
+    if task is None:
+        return None if predictions[0].ndim == 3 else 1
+    return class_dim(task, model, predictions[0], reads_loss=False).dim
+
+
+def mean_error(got: Iterable[Tensor], wanted: Sequence[Tensor], dim: int | None) -> float:
+    """`match_predictions` over batches, those of more rows counting more."""
+    total = sum(float(match_predictions(a, b, dim=dim)) * len(b) for a, b in zip(got, wanted, strict=True))
+    return total / sum(map(len, wanted))
 
 
 Importance = Callable[[BlockScoring], dict[str, float]]

@@ -488,6 +488,6 @@ class Finals:
         """Which quarter of all trainings of the candidate a step ends, from 1."""
         assert self.train is not None
         fraction = report.step / report.steps
-        if candidate.trains_in_two_parts(self.train) and (self.train.steps or self.train.epochs or 0) > 1:
+        if candidate.trains_in_two_parts and (self.train.steps or self.train.epochs or 0) > 1:
             fraction = 1 - (1 - fraction) / QAT_SHARE if report.training == "QAT" else fraction * (1 - 1 / QAT_SHARE)
         return max(1, round(fraction * RUNGS))

@@ -18,10 +18,10 @@ from compresskit.base.errors import SettingError
 from compresskit.base.inputs import call_checked
 from compresskit.base.progress import progress_bar
 from compresskit.base.task import Inputs, Task, batch_size, first_tensor
-from compresskit.distill.losses.logits import match_predictions
 from compresskit.graph.surgery import frozen_copy, no_attention_fastpath
 from compresskit.graph.tracing import no_autocast
 from compresskit.measure import evaluate
+from compresskit.prune.depth.importance import dim_of_classes, mean_error
 from compresskit.prune.depth.merging.merge_runs import ConvolutionRun, gather_
 from compresskit.train.batchnorm import reestimate_batchnorm_
 
@@ -63,11 +63,10 @@ def merged_error(scoring: MergeScoring) -> dict[str, float]:
 
     The error is `distill.losses.match_predictions`: KL divergence for two or more classes, else a relative squared error.
     """
-    errors = {}
+    errors, dim = {}, dim_of_classes(scoring.model, scoring.predictions, scoring.task)
     for run in progress_bar(scoring.runs, desc="score runs", unit="run"):
         got = predictions_of(scoring.without(run), scoring.batches, scoring.task)
-        pairs = zip(got, scoring.predictions, strict=True)
-        errors[run.name] = sum(float(match_predictions(a, b)) * len(b) for a, b in pairs) / sum(map(len, scoring.predictions))
+        errors[run.name] = mean_error(got, scoring.predictions, dim)
     return errors
 
 
