@@ -149,10 +149,22 @@ def call_checked(model: Callable[..., Any], inputs: Inputs, where: str) -> Any:
 
 def not_finite(values: Any) -> str:
     """`nan` or `infinite values`, where a tensor among nested values holds such; "" where all are finite."""
-    found = [v for v in pytree.tree_leaves(values) if isinstance(v, Tensor) and not bool(v.isfinite().all())]
+    found = [v for v in map(_checked_values, pytree.tree_leaves(values)) if v is not None and not bool(v.isfinite().all())]
     if not found:
         return ""
     return "nan" if any(bool(v.isnan().any()) for v in found) else "infinite values"
+
+
+def _checked_values(value: Any) -> Tensor | None:
+    """The tensor that `isfinite` can be asked of: of a sparse one, its values. None for others, and where none is."""
+    if not isinstance(value, Tensor) or value.is_meta or value.is_quantized or value.is_nested:
+        return None
+    if value.layout is torch.sparse_coo:
+        value = value.detach().coalesce().values()
+    elif value.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
+        value = value.detach().values()
+    narrow = value.is_floating_point() and value.element_size() == 1  # float8 has no such operator
+    return None if narrow or value.layout is not torch.strided else value
 
 
 def not_finite_error(where: str, what: str, batches: Iterable[Any], first: int = 1) -> DataError:

@@ -66,6 +66,14 @@ class Stage(ABC):
         """Fraction of the preceding training, in [0, 1), whose weights the stage reads from `Task.snapshots`; None for none."""
         return None
 
+    def calibration_samples(self, model: nn.Module) -> int:
+        """How many samples of the calibration data the stage reads for sure; their batches are looked at before the first stage.
+
+        Args:
+            model: the recipe's incoming model.
+        """
+        return 0
+
     def skeleton(self, model: nn.Module) -> nn.Module:
         """The untrained network that the stage's result is loaded into when a finished stage is read back from disk.
 

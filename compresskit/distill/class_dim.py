@@ -3,16 +3,20 @@
 the metric          `agreement("classes", dim=...)` names it
 the labels          whole numbers of the shape of the predictions without one dimension, (N, T) beside (N, T, C)
 the loss            cross-entropy takes (N, C, ...); of any other it is the dimension along which all entries may grow by one
-                    number without a change of the loss, as under a softmax; a loss that sees this compares numbers
-the predictions     log-probabilities, which sum to 1 along it
+                    number without a change of the loss, as under a softmax
+the values          labels or predictions that are probabilities, or logarithms of them: they sum to 1 along it
+
+Predictions are numbers where the loss sees what all entries grow by, and the labels are values of their shape that are no shares
+of classes, or values beside the rows; without labels, where the loss is 0 between equal predictions.
 """
 
 from __future__ import annotations
 
-import copy
+import inspect
 import logging
+import math
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,11 +26,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compresskit.base.errors import CompressError, ModelError, SettingError
-from compresskit.base.randomness import generator_state, generators_in, generators_kept, set_generator_state_
+from compresskit.base.fingerprint.data import undisturbed
+from compresskit.base.randomness import generators_kept
 from compresskit.base.settings import as_python
 from compresskit.base.task import Inputs, Task, call
 from compresskit.distill.losses import LOGIT_LOSSES, TARGET_LOSSES, match_predictions, soft_targets
-from compresskit.graph.surgery import mode
+from compresskit.graph.surgery import mode, state_kept
 from compresskit.metrics import OutputAgreement
 
 log = logging.getLogger(__name__)
@@ -35,6 +40,10 @@ log = logging.getLogger(__name__)
 OF_CLASSES = (*LOGIT_LOSSES, *TARGET_LOSSES, match_predictions)
 #: A loss whose gradient sums to less than this along a dimension, relative to its size, does not see what all entries share.
 BLIND = 0.02
+#: The same times the square root of the dimension's size: numbers of any sign sum to about 1 there, also in wide dimensions.
+BLIND_OF_WIDE = 0.1
+#: Values of predictions that are summed, at most.
+SUMMED = 2**22
 
 
 @dataclass(frozen=True)
@@ -83,7 +92,8 @@ def class_dim(
         return ClassDim(None)
     found = _said(task, predictions, None, reads_loss=reads_loss)
     for inputs, target in () if found is not None else _labelled(task):
-        with suppress(Exception), torch.no_grad(), mode(model, training=False):  # what does not run says it where it is used
+        # What does not run says it where it is used.
+        with suppress(Exception), torch.no_grad(), mode(model, training=False), state_kept(model):
             found = _said(task, task.predict(call(model, inputs)), target, reads_loss=reads_loss)
         if found is not None:
             break
@@ -99,14 +109,10 @@ def _labelled(task: Task) -> Iterator[tuple[Inputs, Any]]:
 
 
 def first_batch(task: Task, which: str) -> Any:
-    """The first batch of a loader, None of an empty one; its random numbers and the global ones stay as they are."""
+    """The first batch of a loader, None of an empty one; the loader, its random numbers and the global ones stay as they are."""
     loader = task.batches(which)
-    own = [(generator, generator_state(generator)) for generator in generators_in(loader)]
-    with generators_kept():
-        batch = next(iter(loader), None)
-    for generator, state in own:
-        set_generator_state_(generator, state)
-    return batch
+    with undisturbed(loader):
+        return next(iter(loader), None)
 
 
 def _said(task: Task, predictions: Any, target: Any, *, reads_loss: bool) -> ClassDim | None:
@@ -118,13 +124,22 @@ def _said(task: Task, predictions: Any, target: Any, *, reads_loss: bool) -> Cla
     if len(named) == 1:
         return ClassDim(named[0])
     if _takes_classes(task.loss):
-        return ClassDim(1) if predictions.ndim != 3 or reads_loss or named else None
+        said = reads_loss or named or task.loss is not F.cross_entropy
+        return ClassDim(1) if predictions.ndim != 3 or said else None
     return None if target is None else _by_loss(task.loss, predictions, target)
 
 
 def _unlabelled(task: Task, predictions: Tensor) -> ClassDim | None:
-    """What a loss says that takes two tensors of the predictions' shape, as those of numbers do."""
-    return None if _takes_classes(task.loss) else _by_loss(task.loss, predictions, _without_pattern(predictions, 0.3**0.5))
+    """What a loss says that takes two tensors of the predictions' shape; it compares numbers if it is 0 between equal ones."""
+    if _takes_classes(task.loss):
+        return None
+    leaf = _without_pattern(predictions)
+    found = _by_loss(task.loss, predictions, (leaf / 10).flip(-1))
+    if found != ClassDim(None):
+        return found
+    with suppress(Exception), generators_kept(), _unmoved(task.loss), torch.no_grad():
+        return found if abs(float(task.loss(leaf, leaf.clone()))) < 1e-3 else None
+    return None
 
 
 def _takes_classes(loss: Any) -> bool:
@@ -151,12 +166,14 @@ def _without(shape: list[int], dim: int) -> list[int]:
 
 
 def _by_loss(loss: Any, predictions: Tensor, target: Any) -> ClassDim | None:
-    """What a loss and the predictions say: the dimension that it is a softmax of, or numbers where it is one of none."""
+    """What a loss and the values say: the dimension of classes, or numbers; None where neither is clear."""
     blind = _blind_dims(loss, predictions, target)
-    for dims in (blind or [], _normalized_dims(predictions)):
+    of_target = _dims_of_shares(target) if _is_like(target, predictions) else []
+    logarithms = _dims_of_shares(_few_rows(predictions).detach().float().exp())
+    for dims in (blind or [], of_target, logarithms, _dims_of_shares(predictions)):
         if len(dims) == 1:
             return ClassDim(dims[0])
-    return ClassDim(None) if blind == [] else None
+    return ClassDim(None) if blind == [] and _are_values(target, predictions) else None
 
 
 def _blind_dims(loss: Any, predictions: Tensor, target: Any) -> list[int] | None:
@@ -164,26 +181,63 @@ def _blind_dims(loss: Any, predictions: Tensor, target: Any) -> list[int] | None
 
     None where the loss does not say it: it cannot be computed here, or it is the same for all predictions.
     """
-    leaf = _without_pattern(predictions, 0.5**0.5).requires_grad_()
-    with suppress(Exception), generators_kept(), torch.enable_grad():
-        own = copy.deepcopy(loss)  # of a module, whose buffers it may change
-        (gradient,) = torch.autograd.grad(own(leaf, target), leaf)
-        size = float(gradient.abs().sum())
-        if 0 < size < float("inf"):
-            return [dim for dim in _candidates(leaf) if float(gradient.sum(dim).abs().sum()) < BLIND * size]
+    for own in (False, True):  # a loss may refuse values that are not the model's
+        leaf = (predictions.detach().float().clone() if own else _without_pattern(predictions)).requires_grad_()
+        with suppress(Exception), generators_kept(), _unmoved(loss), torch.enable_grad():
+            (gradient,) = torch.autograd.grad(loss(leaf, target), leaf)
+            size = float(gradient.norm(1))
+            if 0 < size < math.inf:
+                return [dim for dim in _candidates(leaf) if _is_blind(gradient, size, dim)]
     return None
 
 
-def _without_pattern(predictions: Tensor, step: float) -> Tensor:
-    """Numbers in [0.1, 0.6], which any loss takes, of the predictions' shape and without a pattern. step: an irrational one."""
-    places = torch.arange(predictions.numel(), dtype=torch.float64).reshape(predictions.shape)
-    return ((places * step) % 1 / 2 + 0.1).float().to(predictions.device)
+def _is_blind(gradient: Tensor, size: float, dim: int) -> bool:
+    return float(gradient.sum(dim).norm(1)) < size * min(BLIND, BLIND_OF_WIDE / math.sqrt(gradient.shape[dim]))
 
 
-def _normalized_dims(predictions: Tensor) -> list[int]:
-    """The dimensions along which predictions are logarithms of probabilities that sum to 1."""
-    sums = {dim: predictions.detach().float().exp().sum(dim) for dim in _candidates(predictions)}
-    return [dim for dim, value in sums.items() if predictions.shape[dim] > 1 and bool(((value - 1).abs() < 1e-2).all())]
+def _unmoved(loss: Any) -> AbstractContextManager[None]:
+    """Put back what calls of a loss that is a module, or a method of one, write to its buffers and attributes."""
+    function, _ = _function_and_settings(loss)
+    function = function.__self__ if inspect.ismethod(function) else function
+    return state_kept(function) if isinstance(function, nn.Module) else nullcontext()
+
+
+def _without_pattern(predictions: Tensor) -> Tensor:
+    """Numbers in [0.1, 0.9], which any loss takes, of the predictions' shape, without a pattern; rows differ in their mean."""
+    values = torch.zeros(predictions.shape, device=predictions.device)
+    places = [torch.arange(size, dtype=torch.float64) for size in predictions.shape]
+    for dim, place in enumerate(places):
+        step = math.sqrt(3 * dim + 2)  # irrational
+        values += (place * step % 1).float().reshape(-1, *[1] * (values.ndim - dim - 1)).to(values.device)
+    rows = (places[0] * math.sqrt(3) % 1).float().reshape(-1, *[1] * (values.ndim - 1))
+    return values.remainder_(1).mul_(0.3).add_((rows / 2 + 0.1).to(values.device))
+
+
+def _is_like(target: Any, predictions: Tensor) -> bool:
+    return isinstance(target, Tensor) and target.shape == predictions.shape
+
+
+def _few_rows(values: Tensor) -> Tensor:
+    return values[: max(1, SUMMED * len(values) // max(1, values.numel()))]
+
+
+def _dims_of_shares(values: Tensor) -> list[int]:
+    """The dimensions along which values are at least 0 and sum to 1, as one-hot labels and probabilities do."""
+    rows = _few_rows(values).detach().float()
+    if not bool((rows >= 0).all()):
+        return []
+    return [d for d in _candidates(rows) if rows.shape[d] > 1 and bool(((rows.sum(d) - 1).abs() < 1e-2).all())]
+
+
+def _are_values(target: Any, predictions: Tensor) -> bool:
+    """Whether labels can be nothing but numbers: one for each prediction or beside each row, and no class of one."""
+    if _is_like(target, predictions):
+        rows = _few_rows(target)
+        whole = bool(((rows == 0) | (rows == 1)).all())
+        return not (whole and any(rows.shape[d] > 1 and bool((rows.sum(d) <= 1).all()) for d in _candidates(rows)))
+    if not isinstance(target, Tensor) or not target.is_floating_point() or bool((target == target.round()).all()):
+        return False
+    return any(list(target.shape) == _without(list(predictions.shape), dim) for dim in _candidates(predictions))
 
 
 def _function_and_settings(loss: Any) -> tuple[Any, dict[str, Any]]:

@@ -318,8 +318,8 @@ def _warn_of_zeros(model: nn.Module) -> None:
     if sparse:
         warnings.warn(
             f"enforce_masks_: {type(model).__name__} has no masks, though {shares[sparse[0]]:.0%} of {sparse[0]} are zero"
-            f" ({len(sparse)} such tensors), which training will fill: a state dict holds no masks. Read it with ck.load, or"
-            " attach them, Masks({name: weight != 0 for each sparse weight}).apply_(model)",
+            f" ({len(sparse)} such tensors). If these were pruned, training will fill them: a state dict holds no masks; read it"
+            " with ck.load, or attach them, Masks({name: weight != 0 for each sparse weight}).apply_(model)",
             stacklevel=3,
         )
 

@@ -24,6 +24,7 @@ class QuantizedModule(nn.Module, ABC):
     stores_few_bits: whether weights of up to 6 bits are stored packed, where the file's opset has a form for them.
     float_modules: dotted name of each module of the float model -> its class, where it is known.
     float_tensors: names of the parameters and buffers of the float model, those that are merged here included.
+    tied: each further name of a tied parameter of the float model -> its first.
     exact: whether the exported file, as it is written, computes the same numbers; else roundings may fall to the other side.
     """
 
@@ -32,6 +33,7 @@ class QuantizedModule(nn.Module, ABC):
     stores_few_bits: bool = False
     float_modules: Mapping[str, type[nn.Module]] = MappingProxyType({})
     float_tensors: Collection[str] = ()
+    tied: Mapping[str, str] = MappingProxyType({})
 
     @abstractmethod
     def float_names(self) -> dict[str, str]:
@@ -99,13 +101,28 @@ def is_quantized(model: nn.Module) -> TypeGuard[QuantizedModule]:
 
 
 def float_names(model: nn.Module) -> dict[str, str]:
-    """Dotted name of each parameter and buffer -> the user's name of it, which in quantized parts is that of the float model."""
-    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    names = {name: name for name, _ in tensors}
+    """Dotted name of each parameter and buffer -> the user's name of it, which in quantized parts is that of the float model.
+
+    A tied parameter has the first of its names, as in `named_parameters()`.
+    """
+    tensors = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+    names = {name: name for name in tensors}
     for path, part in quantized_parts(model).items():
         lead = f"{path}." if path else ""
-        names |= {f"{lead}{here}": f"{lead}{there}" for here, there in part.float_names().items()}
+        own = part.float_names()
+        held = {there: tensors[f"{lead}{here}"] for here, there in own.items()}
+        for here, there in own.items():
+            first = part.tied.get(there, there)
+            apart = first in held and held[first] is not held[there]  # two tensors here, with a name for each
+            names[f"{lead}{here}"] = f"{lead}{there if apart else first}"
     return names
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Each further name of a tied parameter of a model -> its first, as in `named_parameters()`."""
+    firsts: dict[int, str] = {}
+    names = {name: firsts.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
+    return {name: first for name, first in names.items() if name != first}
 
 
 def quantized_parts(model: nn.Module) -> dict[str, QuantizedModule]:

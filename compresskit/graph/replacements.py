@@ -35,11 +35,14 @@ class Bypass(nn.Module):
         outputs: length of the tuple that the block returned; 0 where it returned a tensor.
         index: place of the argument in that tuple; the other entries become None.
         copies: whether the argument is copied, since code behind it writes into what it gets.
+        renumbers: whether the layers behind it took the number of the one before each: `layer_numbers`.
     """
 
-    def __init__(self, argument: int | str = 0, outputs: int = 0, index: int = 0, copies: bool = False) -> None:
+    def __init__(
+        self, argument: int | str = 0, outputs: int = 0, index: int = 0, copies: bool = False, renumbers: bool = True
+    ) -> None:
         super().__init__()
-        self.argument, self.outputs, self.index, self.copies = argument, outputs, index, copies
+        self.argument, self.outputs, self.index, self.copies, self.renumbers = argument, outputs, index, copies, renumbers
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the argument, alone or in a tuple as the block did."""
@@ -50,12 +53,13 @@ class Bypass(nn.Module):
     def extra_repr(self) -> str:
         """The argument, for `print(model)`."""
         tuples = f", outputs={self.outputs}, index={self.index}" if self.outputs else ""
-        return f"argument={self.argument!r}{tuples}{', copies=True' if self.copies else ''}"
+        flags = f"{', copies=True' if self.copies else ''}{'' if self.renumbers else ', renumbers=False'}"
+        return f"argument={self.argument!r}{tuples}{flags}"
 
     def record(self) -> dict[str, Any]:
         """The settings as plain data."""
         record = {"kind": "bypass", "argument": self.argument, "outputs": self.outputs, "index": self.index}
-        return record | ({"copies": True} if self.copies else {})
+        return record | ({"copies": True} if self.copies else {}) | ({} if self.renumbers else {"renumbers": False})
 
 
 class Place(TypedDict):
@@ -336,8 +340,9 @@ def replace_module_(model: nn.Module, path: str, made: nn.Module) -> None:
 
 
 def bypass_(model: nn.Module, path: str, bypass: Bypass) -> None:
-    """Put a bypass in the place of a block, in place, under this one of its names; layers behind it are numbered anew."""
-    renumber_behind_(model, path)
+    """Put a bypass in the place of a block, in place, under this one of its names; layers behind it are numbered as it says."""
+    if bypass.renumbers:
+        renumber_behind_(model, path)
     model.set_submodule(path, bypass.train(model.get_submodule(path).training))
 
 
@@ -461,15 +466,15 @@ def _module_at(model: nn.Module, path: Any) -> nn.Module:
 def _bypass_(model: nn.Module, path: str, here: nn.Module, saved: Mapping[str, Any]) -> None:
     """Put a bypass in the place of a block, unless one of that record is there."""
     argument, outputs, index = saved.get("argument"), saved.get("outputs"), saved.get("index")
-    copies = saved.get("copies", False)
+    copies, renumbers = saved.get("copies", False), saved.get("renumbers", True)
     if (
         not (isinstance(argument, str) or _is_count(argument))
         or not (_is_count(outputs) and outputs <= MOST_OUTPUTS)
         or not (_is_count(index) and index < max(1, outputs))
-        or type(copies) is not bool
+        or not {type(copies), type(renumbers)} <= {bool}
     ):
         raise CheckpointError(f"{path}: not the record of a replaced module, got {saved!r}; delete the folder")
-    made = Bypass(argument, outputs, index, copies)
+    made = Bypass(argument, outputs, index, copies, renumbers)
     if not isinstance(here, Bypass):
         bypass_(model, path, made)
     elif here.record() != made.record():

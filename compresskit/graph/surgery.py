@@ -125,7 +125,7 @@ def set_tensor_(model: nn.Module, name: str, values: Tensor, owners: ParameterOw
         return
     new: nn.Parameter = torch.Tensor._make_subclass(type(old), values.detach(), old.requires_grad)  # type: ignore[assignment]
     vars(new).update(vars(old))
-    copy_gradient_hooks_(old, new)
+    copy_gradient_hooks_(old, new, of_same_model=True)
     owners = parameter_owners(model) if owners is None else owners
     for module, leaf in owners[id(old)]:
         module._parameters[leaf] = new
@@ -163,7 +163,7 @@ def check_no_torch_masks(model: nn.Module, where: str = "") -> None:
 
 
 def copy_model(model: AnyModule) -> AnyModule:
-    """Return a deep copy of a user's model, with the gradient hooks of its parameters.
+    """Return a deep copy of a user's model, with the gradient hooks (`register_hook`) of its parameters.
 
     Tensors that a module keeps from its last run (activations in an attribute, a weight that `torch.nn.utils.weight_norm`
     computes) are copied without the graph that they were computed by; `copy.deepcopy` refuses them.

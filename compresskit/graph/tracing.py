@@ -37,6 +37,13 @@ def no_autocast() -> Iterator[None]:
         yield
 
 
+def autocasts_of_caller() -> list[torch.autocast]:
+    """The torch.autocast that is on, to be entered again inside `no_autocast`; an empty list where none is."""
+    return [
+        torch.autocast(kind, dtype=torch.get_autocast_dtype(kind)) for kind in AUTOCAST_DEVICES if torch.is_autocast_enabled(kind)
+    ]
+
+
 @contextmanager
 def no_modes_of_caller() -> Iterator[None]:
     """Leave torch.autocast and torch.inference_mode of the caller inside the block: what is made in it can be trained."""

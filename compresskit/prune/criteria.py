@@ -171,6 +171,12 @@ def needs_of(criterion: Any) -> frozenset[Need]:
     return criterion.needs if isinstance(criterion, DeclaresNeeds) else frozenset()
 
 
+def reads_calibration(criterion: Any) -> bool:
+    """Whether a criterion reads inputs of the calibration data; one that needs targets reads the training data."""
+    needed = needs_of(criterion)
+    return bool(needed) and needed <= UNLABELLED_EVIDENCE
+
+
 def check_criterion(criterion: Any, where: str, available: frozenset[Need]) -> None:
     """Raise SettingError for what is no function, or needs evidence that is not available.
 

@@ -155,7 +155,7 @@ def gradients(
         return {}, {} if hessian else None
 
     def filled(found: tuple[Tensor | None, ...]) -> list[Tensor]:
-        return [torch.zeros_like(p) if g is None else g for p, g in zip(values, found, strict=True)]
+        return [torch.zeros_like(p) if g is None else g.to_dense() for p, g in zip(values, found, strict=True)]
 
     loss = torch.stack(list(objective(model, batch).values())).sum()
     grads = filled(torch.autograd.grad(loss, values, create_graph=hessian, allow_unused=True))

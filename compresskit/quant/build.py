@@ -18,6 +18,7 @@ from compresskit.graph.capture import Captured, Dynamic, parameter_name
 from compresskit.graph.layers.merging import MergedLayer
 from compresskit.graph.layers.stored import LAYOUT_OPERATORS
 from compresskit.graph.normalize import Node, aten
+from compresskit.graph.quantized import tied_names
 from compresskit.graph.rewrites.gradient_hooks import hooked_modules
 from compresskit.quant.calibration.smoothquant import smooth_tensors_
 from compresskit.quant.model import Quantized
@@ -97,8 +98,8 @@ def build_quantized(
         raise ModelError(f"{type(model).__name__}: {target.name} can run none of its operators in integers:\n{placement}")
     _refuse_left_float(strict, captured.module.graph, target, placement)
     insert_quantizers_(captured.module, placement, target, observer, bits)
-    classes = {name: type(module) for name, module in model.named_modules()}
-    return Quantized(captured, target, placement, origin, folds if trainable else (), classes).train(model.training)
+    kept, classes = folds if trainable else (), {name: type(module) for name, module in model.named_modules()}
+    return Quantized(captured, target, placement, origin, kept, classes, tied_names(model)).train(model.training)
 
 
 def placed_by_ranges(

@@ -66,6 +66,7 @@ class Quantized(QuantizedModule):
         origin: Origin,
         folds: Sequence[FoldedBatchNorm] = (),
         float_modules: Mapping[str, type[nn.Module]] | None = None,
+        tied: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
         self.body = captured.module
@@ -73,6 +74,7 @@ class Quantized(QuantizedModule):
         self._trains = False
         self.target, self.placement, self.origin = target, placement, origin
         self.float_modules, self.float_tensors = dict(float_modules or {}), list(origin.structure["tensors"])
+        self.tied = dict(tied or {})
         self.example, self.dynamic, self.varying = captured.example, captured.dynamic, captured.varying
         self.input_shapes = _open(shapes_of(captured.example), captured.varying)
         largest = max(math.prod(shape) for shape in captured.shapes.values())

@@ -276,5 +276,8 @@ class StaticQuant(StaticSettings, Stage):
         self.check("StaticQuant")
         check_samples(self.samples, "StaticQuant")
 
+    def calibration_samples(self, model: nn.Module) -> int:
+        return self.samples
+
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         return _quantize(model.to(task.device).eval(), calibration_inputs(task, self.samples), self, "StaticQuant")

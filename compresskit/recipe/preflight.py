@@ -47,9 +47,6 @@ OF_THE_SAME_LAYERS = (Train, Prune, Sparsify, QAT)
 CALIBRATED = (StaticQuant, QAT, Repair)
 COMPARED_BATCHES = 12  # of a loader, whose sizes are compared, or in which nan is looked for, before a run; of a list, all
 
-#: Settings of stages that read the calibration data.
-READS_CALIBRATION = frozenset({"samples", "repair"})
-
 #: Name of an input -> its shape, of one batch.
 Shapes = dict[str, tuple[int, ...]]
 
@@ -129,15 +126,14 @@ def _check_sizes(model: nn.Module, task: Task, stages: Sequence[Stage], own: Map
     starts_float = not stages or stages[0].starts_from_trained or (_is_own(stages[0]) and "float" in stages[0].keeps)
     if starts_float and not quantized_parts(model):
         _check_same_sizes("validation data", shapes[0], shapes, dynamic, "dynamic={}")
+    calibration: dict[int, Shapes] = {}  # by the task, whose data are read once for all its stages
     for i, stage in enumerate(stages):
         where, settings, data = f"stage {i + 1}, {type(stage).__name__}", vars(stage), own.get(i, task)
         first, of = shapes[0], "validation data"
-        has_data = data.calibration is not None or data.train is not None  # weights alone can be rounded without
-        if isinstance(stage, CALIBRATED) or (has_data and READS_CALIBRATION & set(settings)):
-            read = "training data" if data.calibration is None else "calibration data"
-            calibration = _check_calibration(model, data, f"{where}: {{}} of the {read}")
-            if isinstance(stage, CALIBRATED):
-                first, of = _input_shapes(model, calibration), read
+        if id(data) not in calibration and (readers := _calibrated_by(model, data, stages, task, own)):
+            calibration[id(data)] = _input_shapes(model, _check_calibration(model, data, readers))
+        if isinstance(stage, CALIBRATED):
+            first, of = calibration[id(data)], _name_of_calibration(data)
         if _is_own(stage) and "float" not in stage.keeps and "dynamic" in settings and not settings.get("inside"):
             free = as_python_dims(settings["dynamic"])
             _check_same_sizes(f"{where}: {of}", first, shapes, free, f"{type(stage).__name__}(dynamic={{}})")
@@ -160,29 +156,59 @@ def _input_shapes(model: nn.Module, inputs: Inputs) -> Shapes:
     return {name: tuple(value.shape) for name, value in leaves if isinstance(value, Tensor)}
 
 
-def _check_calibration(model: nn.Module, task: Task, where: str) -> Inputs:
-    """The first calibration batch; DataError where it has no rows, or one of the first has nan that reaches the outputs.
+def _calibrated_by(
+    model: nn.Module, data: Task, stages: Sequence[Stage], task: Task, own: Mapping[int, Task]
+) -> list[tuple[str, int]]:
+    """The stages that read the calibration data of one of the tasks, as messages name them, and how many samples each reads."""
+    has_data = data.calibration is not None or data.train is not None  # weights alone can be factored or refitted without
+    here = [(i, stage) for i, stage in enumerate(stages) if own.get(i, task) is data]
+    read = [(i, stage, stage.calibration_samples(model)) for i, stage in here if has_data or isinstance(stage, CALIBRATED)]
+    return [(f"stage {i + 1}, {type(stage).__name__}", samples) for i, stage, samples in read if samples]
+
+
+def _name_of_calibration(task: Task) -> str:
+    return "training data" if task.calibration is None else "calibration data"
+
+
+def _check_calibration(model: nn.Module, task: Task, readers: Sequence[tuple[str, int]]) -> Inputs:
+    """The first calibration batch; DataError where it has no rows, or one that is read has nan that reaches the outputs.
 
     Infinity is left to the stage: a mask of -inf may reach an output, where no quantizer has to take it.
 
-    where: begins the message, with {} for the batch.
+    readers: stages, as messages name them, and how many samples each reads.
     """
-    first = task.inputs(_first_batch(task, "calibration"))
-    check_has_rows(first, where.format("the first batch"))
+    first: Inputs | None = None
+    seen, most, read = 0, max(samples for _, samples in readers), _name_of_calibration(task)
     batches = task.batches("calibration")
     for number, batch in enumerate(islice(batches, None if isinstance(batches, list | tuple) else COMPARED_BATCHES), 1):
         inputs = task.inputs(batch)
-        if not any(map(_holds_nan, pytree.tree_leaves(inputs))):
-            continue
-        leaves = zip(input_names(model, inputs), pytree.tree_leaves(inputs), strict=True)
-        name = next(name for name, value in leaves if _holds_nan(value))
-        probe = copy_model(model).to(task.device)
-        with torch.no_grad(), mode(probe, training=False):
-            outputs = pytree.tree_leaves(call(probe, inputs))
-        if any(map(_holds_nan, outputs)):  # a model may replace what is missing
-            which = where.format("the first batch" if number == 1 else f"batch {number}")
-            raise DataError(f"{which}: values of {name} are nan, and so are outputs of the model; clean the data")
+        if first is None:
+            first = inputs
+            check_has_rows(first, f"{readers[0][0]}: the first batch of the {read}")
+        if name := _nan_that_reaches_outputs(model, task, inputs):
+            where = next(where for where, samples in readers if samples > seen)
+            which = "the first batch" if number == 1 else f"batch {number}"
+            raise DataError(
+                f"{where}: {which} of the {read}: values of {name} are nan, and so are outputs of the model; clean the data"
+            )
+        seen += batch_size(inputs)
+        if seen >= most:
+            break
+    if first is None:
+        raise _no_batch(task, "calibration")
     return first
+
+
+def _nan_that_reaches_outputs(model: nn.Module, task: Task, inputs: Inputs) -> str:
+    """The name of an input that holds nan, where outputs of the model do, too; a model may replace what is missing."""
+    if not any(map(_holds_nan, pytree.tree_leaves(inputs))):
+        return ""
+    leaves = zip(input_names(model, inputs), pytree.tree_leaves(inputs), strict=True)
+    name = next(name for name, value in leaves if _holds_nan(value))
+    probe = copy_model(model).to(task.device)
+    with torch.no_grad(), mode(probe, training=False):
+        outputs = pytree.tree_leaves(call(probe, inputs))
+    return name if any(map(_holds_nan, outputs)) else ""
 
 
 def _holds_nan(value: Any) -> bool:
@@ -193,8 +219,12 @@ def _first_batch(task: Task, which: str) -> Any:
     """The first batch of a loader; DataError where it gives none, which the length of a loader without one does not tell."""
     for batch in task.batches(which):
         return batch
+    raise _no_batch(task, which)
+
+
+def _no_batch(task: Task, which: str) -> DataError:
     read = "train" if which == "calibration" and task.calibration is None else which
-    raise DataError(f"Task({read}=...): the loader is empty; give at least one batch")
+    return DataError(f"Task({read}=...): the loader is empty; give at least one batch")
 
 
 def _check_same_sizes(what: str, first: Shapes, batches: Sequence[Shapes], dynamic: Dynamic, setting: str) -> None:

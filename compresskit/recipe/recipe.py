@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 from compresskit.base import distributed
-from compresskit.base.errors import ExportError, ModelError, SettingError, StageOrderError
+from compresskit.base.errors import CheckpointError, ExportError, ModelError, SettingError, StageOrderError
 from compresskit.base.files import FORMAT, read_json
 from compresskit.base.fingerprint import describe, describe_task
 from compresskit.base.progress import Every, stoppable
@@ -353,6 +353,8 @@ class Recipe:
                 measure = partial(half_precision_row, key=key, dynamic=self.dynamic, opset=self.opset)
                 try:
                     row = distributed.on_rank_zero(partial(measure, made[last], dtype, task, folder))
+                except CheckpointError:
+                    raise  # of the disk or the folder
                 except (ExportError, ModelError) as error:
                     log.warning("no baseline in %s: %s", dtype, error)
                 else:

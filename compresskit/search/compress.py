@@ -363,8 +363,8 @@ def _none_within(tried: Sequence[Tried], budget: Ceilings, ceilings: dict[str, f
         )
     train = "train longer" if trains else "train (minutes= or train=)"
     return ModelError(
-        f"compress: none of {len(figures)} finalists meets {budget!r} on all validation data; the nearest of them is"
-        f" {nearest_budget(figures, budget, ceilings)}; ask for that, {train}, or raise finalists=; all files are in {out}"
+        f"compress: none of {len(figures)} finalists meets {budget!r} on all validation data; the nearest of those that were run"
+        f" is {nearest_budget(figures, budget, ceilings)}; ask for that, {train}, or raise finalists=; all files are in {out}"
         f"{_not_made(tried)}"
     )
 

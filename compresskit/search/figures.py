@@ -11,7 +11,7 @@ from compresskit.base.errors import CheckpointError
 
 Entry = TypeVar("Entry")
 ROUNDING = 1e-9
-OF_METRIC = 1e-6  # of a metric, to which one in float32 is known
+OF_METRIC = 2 * 2**-23  # of a metric, to which one in float32 is known: two of its steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,8 @@ class Figures:
     @property
     def uncertainty(self) -> float:
         """Up to which the drop is not told from another: a metric may be computed in float32, as by `.float().mean()`."""
-        return max(ROUNDING, OF_METRIC * (abs(self.metric) + abs(self.drop)))
+        rounding = OF_METRIC * (abs(self.metric) + abs(self.drop))
+        return max(ROUNDING, rounding) if math.isfinite(rounding) else ROUNDING
 
 
 def fraction(part: float, whole: float) -> float:

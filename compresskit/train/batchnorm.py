@@ -14,6 +14,11 @@ from compresskit.base.task import batch_size
 from compresskit.graph.surgery import mode
 
 
+def norms_with_statistics(model: nn.Module) -> dict[str, _BatchNorm]:
+    """The BatchNorm layers that have running statistics, by dotted name."""
+    return {path: m for path, m in model.named_modules() if isinstance(m, _BatchNorm) and m.running_mean is not None}
+
+
 def reestimate_batchnorm_(model: nn.Module, batches: Iterable[AnyInputs]) -> int:
     """Replace the running means and variances of all BatchNorm layers by their averages over batches.
 
@@ -27,7 +32,7 @@ def reestimate_batchnorm_(model: nn.Module, batches: Iterable[AnyInputs]) -> int
     Raises: DataError where no batch has more than one row, the model does not run on one, or statistics are nan or infinite, as
         of data that hold such values; the statistics are then as before.
     """
-    norms = {path: m for path, m in model.named_modules() if isinstance(m, _BatchNorm) and m.running_mean is not None}
+    norms = norms_with_statistics(model)
     if not norms:
         return 0
     momenta = [norm.momentum for norm in norms.values()]
@@ -52,12 +57,16 @@ def reestimate_batchnorm_(model: nn.Module, batches: Iterable[AnyInputs]) -> int
 def _average_(model: nn.Module, norms: Mapping[str, _BatchNorm], batches: Iterable[AnyInputs]) -> None:
     """Run a model on batches. Raises DataError where the statistics are then none."""
     where, count = "re-estimating BatchNorm", 0
+    device = next(iter(norms.values())).get_buffer("running_mean").device
     for number, inputs in enumerate(each_inputs(batches, "reestimate_batchnorm_"), 1):
         if batch_size(inputs) > 1:  # one row has no variance
             call_checked(model, inputs, "calibration data")
             count += 1
-            for path, norm in norms.items():
-                if not_finite((norm.running_mean, norm.running_var)):
-                    raise not_finite_error(where, f"the mean or the variance of {path}", [inputs], number)
+            names = ("running_mean", "running_var")
+            values = [norm.get_buffer(name).to(device) for norm in norms.values() for name in names]
+            if bool(torch.cat(values).isfinite().all()):  # one look at the device for all layers
+                continue
+            bad = next(path for path, norm in norms.items() if not_finite((norm.running_mean, norm.running_var)))
+            raise not_finite_error(where, f"the mean or the variance of {bad}", [inputs], number)
     if not count:
         raise DataError(f"{where}: no calibration batch of more than one row was given")

@@ -29,7 +29,7 @@ ParamGroups = Callable[[NamedParameters], list[dict[str, Any]]]
 
 #: Optimizers of torch that refuse sparse gradients.
 DENSE_ALONE = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adadelta", "ASGD", "Rprop", "Adafactor")
-TAKE_BOTH = "give torch.optim.SGD or Adagrad, which take both"
+REMEDY = "set sparse=False in the embeddings, or give torch.optim.SGD or Adagrad, which take both"
 
 
 def no_decay_on_vectors(named: NamedParameters) -> list[dict[str, Any]]:
@@ -77,22 +77,23 @@ def groups_of(model: nn.Module, make: ParamGroups | None, *, quiet: bool = False
     return groups
 
 
-def check_sparse_gradients(model: nn.Module, optimizer: Callable[..., Any] | torch.optim.Optimizer) -> None:
-    """Raise SettingError where an optimizer of torch does not take the gradients of the model: sparse ones, or dense ones.
+def warn_of_sparse_gradients(model: nn.Module, optimizer: Callable[..., Any]) -> None:
+    """Log a warning where an optimizer of torch may not take the gradients of the model: sparse ones, or dense ones.
 
-    optimizer: an instance, a class, or a partial of a class; nothing is known of other functions.
+    No error, since code that reads the weight of an embedding by itself gives it a dense gradient, and a parameter that nothing
+    reads has none. `raise_failed_step` says it at the first step.
+
+    optimizer: a class, or a partial of a class; nothing is known of other functions.
     """
-    made = optimizer.func if isinstance(optimizer, partial) else optimizer
-    kind = type(made) if isinstance(made, torch.optim.Optimizer) else made
+    kind = optimizer.func if isinstance(optimizer, partial) else optimizer
     sparse = _sparse_embeddings(model)
     if sparse and any(kind is vars(torch.optim).get(name) for name in DENSE_ALONE):
-        raise SettingError(
-            f"Train(optimizer=...): {kind.__name__} takes no sparse gradients, as {sparse[0]} has by sparse=True; set"
-            f" sparse=False there, or {TAKE_BOTH}"
+        log.warning(
+            "Train(optimizer=...): %s takes no sparse gradients, as %s has by sparse=True; %s", kind.__name__, sparse[0], REMEDY
         )
     dense = [n for n, p in model.named_parameters() if p.requires_grad and n.rpartition(".")[0] not in sparse]
     if kind is torch.optim.SparseAdam and dense:
-        raise SettingError(f"Train(optimizer=...): SparseAdam takes no dense gradients, as {dense[0]} has; {TAKE_BOTH}")
+        log.warning("Train(optimizer=...): SparseAdam takes no dense gradients, as %s has; %s", dense[0], REMEDY)
 
 
 def _sparse_embeddings(model: nn.Module) -> list[str]:
@@ -107,5 +108,5 @@ def raise_failed_step(error: BaseException, optimizer: torch.optim.Optimizer, wh
     raise_if_worker_died(error, where)
     if isinstance(error, CompressError) or is_peer_failure(error):
         raise error
-    remedy = f"; {TAKE_BOTH}" if "sparse gradients" in str(error) or "dense gradients" in str(error) else ""
+    remedy = f"; {REMEDY}" if "sparse gradients" in str(error) or "dense gradients" in str(error) else ""
     raise TrainingError(f"{where}: {type(optimizer).__name__} cannot make its step: {first_line(error)}{remedy}") from error

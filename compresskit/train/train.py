@@ -23,7 +23,7 @@ from torch import nn
 
 from compresskit import mixed
 from compresskit.base import distributed
-from compresskit.base.errors import CompressError, ModelError, SettingError, TrainingError, first_line
+from compresskit.base.errors import CompressError, DataError, ModelError, SettingError, TrainingError, first_line
 from compresskit.base.objective import LossFunction, Objective
 from compresskit.base.packing import Resumable
 from compresskit.base.progress import Training
@@ -33,7 +33,7 @@ from compresskit.base.task import Task, check_is_task
 from compresskit.graph.masks import enforce_masks_
 from compresskit.graph.quantized import quantized_parts
 from compresskit.graph.surgery import check_is_module
-from compresskit.graph.tracing import no_autocast
+from compresskit.graph.tracing import autocasts_of_caller, no_autocast
 from compresskit.mixed.channels_last import channels_last_weights
 from compresskit.mixed.checks import check_backend, check_clip, check_start_dtypes, requires_closure
 from compresskit.mixed.compiled_model import compiled_model
@@ -49,7 +49,7 @@ from compresskit.train.loop import Hook, TrainingLoop, TrainingResult, align_pro
 from compresskit.train.lr import AnySchedule, Cosine, as_schedule, check_lr_schedule
 from compresskit.train.modes import remember_modes_, train_mode_
 from compresskit.train.objective import bind_objective, check_losses_are_fixed
-from compresskit.train.param_groups import ParamGroups, check_sparse_gradients, groups_of
+from compresskit.train.param_groups import ParamGroups, groups_of, warn_of_sparse_gradients
 from compresskit.train.snapshots import fill_snapshots_
 from compresskit.train.validation import Validation
 
@@ -178,11 +178,10 @@ class Train(Stage):
         """Raise an error where settings do not fit the names and the layers of a float model, which is not changed.
 
         Raises:
-            ModelError: `Policy(keep_fp32=...)` names what the model does not have. SettingError: of `param_groups`, or of an
-                optimizer that does not take sparse gradients.
+            ModelError: `Policy(keep_fp32=...)` names what the model does not have. SettingError: of `param_groups`.
         """
         if not self.starts_from_trained:  # the graph of a quantized model may read an embedding in another way
-            check_sparse_gradients(model, self.optimizer)
+            warn_of_sparse_gradients(model, self.optimizer)
         if self.precision.param_dtype is not None:
             kept_fp32(model, self.precision)
         groups_of(model, self.param_groups, quiet=True)
@@ -215,7 +214,7 @@ def fit_(
     Args:
         model: the model; at least one parameter requires a gradient.
         task: has the data and the loss.
-        settings: of the training. Its `precision` says in what it computes, whatever torch.autocast the caller is in.
+        settings: of the training. Inside torch.autocast of the caller its steps compute in that, too, which the log says.
         objective: is minimised in place of `settings.objective`.
         after_step: called as `hook(step, steps)` after every optimizer step.
         setup: called as `setup(run, steps)` before the first step; the function that it returns is called after the last.
@@ -236,12 +235,12 @@ def fit_(
     if training is not None and (finished := training.finished()) is not None:
         result.restore_(finished)
         return model.eval()
-    with naming_dead_workers(label), torch.enable_grad(), no_autocast():  # the precision is a setting
+    with naming_dead_workers(label), torch.enable_grad():
         _train_(
             model,
             task,
             settings,
-            objective=bind_objective(objective or settings.objective, model, task),
+            objective=_bound_objective(objective or settings.objective, model, task, label),
             after_step=after_step,
             setup=setup,
             resumables=resumables,
@@ -253,6 +252,14 @@ def fit_(
         training.save(result.state(), "end")
         training.raise_if_stopped("at its end")
     return model.eval()
+
+
+def _bound_objective(objective: Objective | LossFunction | None, model: nn.Module, task: Task, label: str) -> Objective:
+    """What is minimised, bound to the model, which it may run meanwhile, outside of torch.autocast that the steps compute in."""
+    for autocast in autocasts_of_caller():
+        log.info("%s: its steps compute in %s by the torch.autocast that it is called in", label, autocast.fast_dtype)
+    with no_autocast():
+        return bind_objective(objective, model, task)
 
 
 def _train_(
@@ -281,7 +288,8 @@ def _train_(
             cleanup.enter_context(channels_last_weights(model))  # before the optimizer's state takes their form
         run = _mixed_run(model, settings)  # after binding, since an objective may add parameters to the model
         cleanup.callback(run.finish)
-        finish_setup = None if setup is None else setup(run, steps)  # may attach masks
+        with no_autocast():
+            finish_setup = None if setup is None else setup(run, steps)  # may attach masks
         cleanup.callback(enforce_masks_(model, run, quiet=True))
         if finish_setup is not None:
             cleanup.callback(finish_setup)
@@ -350,7 +358,12 @@ def _check_start_(
     reads = objective is None or (isinstance(objective, Objective) and objective.reads_target)
     check_losses_are_fixed(objective, task, reads_task_loss=reads, model=model)
     if objective is None and type(settings) is Train and not hooked:  # hooks, and other stages, may freeze statistics before it
-        check_last_row(model, task, settings.length(task), "train")
+        try:
+            check_last_row(model, task, settings.length(task), "train")
+        except DataError as error:
+            if not (settings.on_step or settings.on_epoch):  # which may freeze them, too
+                raise
+            log.warning("%s, unless on_step= or on_epoch= freezes BatchNorm before it", error)
     check_not_in_run(model)
     check_start_dtypes(model, settings.precision)
     if settings.precision.param_dtype is not None and not is_sharded(model):
@@ -435,5 +448,4 @@ def _mixed_run(model: nn.Module, settings: Train) -> mixed.Run:
         ) from error
     if isinstance(optimizer, torch.optim.Optimizer) and requires_closure(optimizer):
         refuse_optimizer_with_closure(type(optimizer).__name__, "Train")
-    check_sparse_gradients(model, optimizer)
     return mixed.prepare(model, optimizer, settings.precision, clip=settings.clip, flat=settings.flat, backend=settings.backend)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from compresskit.base.packing import module_states, restore_module_states_
 from compresskit.base.progress import announce
 from compresskit.base.task import Task
 from compresskit.graph.surgery import mode, owner
+from compresskit.graph.tracing import autocasts_of_caller
 from compresskit.measure import evaluate
 from compresskit.mixed.compiled_model import as_written
 
@@ -74,7 +76,10 @@ class Validation:
         generators = randomness.generators_in(self.task.batches("val"))
         before = randomness.rng_state(), [randomness.generator_state(generator) for generator in generators]
         try:
-            with mode(self.run.model, training=False), as_written():
+            autocasts = autocasts_of_caller()  # in which the training computes, too
+            with mode(self.run.model, training=False), as_written(), ExitStack() as stack:
+                for autocast in autocasts:
+                    stack.enter_context(autocast)
                 return evaluate(self.run, self.task, label=f"{self.label}, validation")
         except Exception as error:
             if is_out_of_memory(error):

@@ -10,7 +10,7 @@ from torch import nn
 
 import compresskit as ck
 from compresskit.base.errors import DataError, ModelError
-from compresskit.base.inputs import call_checked
+from compresskit.base.inputs import call_checked, not_finite
 from compresskit.graph.capture import capture
 from compresskit.measure import latency
 
@@ -136,3 +136,14 @@ def test_inputs_by_name_may_come_in_any_order() -> None:
     turned = [named[0], {"size": sizes[1], "image": images[1]}]
     wanted, got = (ck.quant.quantize_static(model, batches)(**named[0]) for batches in (named, turned))
     assert torch.equal(wanted, got)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CS", "ignore:The PyTorch API of nested", "ignore:torch.quantize")
+def test_values_that_are_not_finite_are_found_in_tensors_of_other_layouts() -> None:
+    for value, wanted in ((1.0, ""), (torch.nan, "nan"), (torch.inf, "infinite values")):
+        dense = torch.tensor([[value, 0.0], [0.0, 2.0]])
+        assert not_finite([dense.to_sparse()]) == not_finite((dense.to_sparse() + dense.to_sparse(),)) == wanted
+        assert not_finite({"x": dense.to_sparse_csc()}) == wanted
+    others = [torch.ones(2, dtype=torch.float8_e4m3fn), torch.ones(2, device="meta"), torch.ones(2, dtype=torch.bool)]
+    assert not_finite([*others, torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)]) == ""
+    assert not_finite(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])) == ""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import threading
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import compresskit as ck
 from compresskit import distill as kd
@@ -42,6 +44,53 @@ def of_letters(predictions: Tensor, target: Tensor) -> Tensor:
 def of_quantiles(predictions: Tensor, target: Tensor) -> Tensor:
     """Of three quantiles (N, 3, T)."""
     return (predictions - target[:, None]).abs().mean()
+
+
+def of_penalized(predictions: Tensor, target: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(predictions, target["label"]) + 0.05 * predictions.square().mean()
+
+
+def of_soft_and_penalized(predictions: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(predictions, target) + 0.2 * predictions.square().mean()
+
+
+def of_logarithms(predictions: Tensor, target: dict[str, Tensor]) -> Tensor:
+    """Of probabilities (N, T, C)."""
+    return F.nll_loss(predictions.log().flatten(0, 1), target["label"].flatten())
+
+
+def of_labels(predictions: Tensor, target: dict[str, Tensor]) -> Tensor:
+    return of_tags(predictions, target["label"])
+
+
+def of_checked(predictions: Tensor, target: dict[str, Tensor]) -> Tensor:
+    """Of scores that are at most 0."""
+    assert predictions.max() <= 0
+    return of_labels(predictions, target)
+
+
+class Locked:
+    """A loss whose owner cannot be copied."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def loss(self, predictions: Tensor, target: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(predictions, target["label"])
+
+
+class Averaged(nn.Module):
+    """Counts its calls, in a buffer and an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.count, self.lock = 0, threading.Lock()
+
+    def forward(self, predictions: Tensor, target: dict[str, Tensor]) -> Tensor:
+        self.count += 1
+        self.calls += 1
+        return F.cross_entropy(predictions, target["label"])
 
 
 def tagger(width: int = 3) -> nn.Module:
@@ -82,6 +131,15 @@ def normal(*shape: int) -> Tensor:
         (F.mse_loss, normal(8), normal(8), ClassDim(None)),
         (F.binary_cross_entropy_with_logits, normal(8, 5), torch.ones(8, 5), ClassDim(None)),
         (of_quantiles, normal(N, 3, T), normal(N, T), ClassDim(None)),
+        (F.binary_cross_entropy_with_logits, normal(8, C), F.one_hot(torch.arange(8) % C, C).float(), ClassDim(1)),
+        (F.binary_cross_entropy_with_logits, normal(N, T, C), F.one_hot(LABELS, C).float(), ClassDim(-1)),
+        (F.binary_cross_entropy_with_logits, normal(8, C), torch.eye(8, C), ClassDim(1, known=False)),  # two of no class
+        (F.binary_cross_entropy_with_logits, normal(8, C), torch.arange(8 * C).reshape(8, C) % 2.0, ClassDim(None)),
+        (of_penalized, normal(8, C), {"label": torch.arange(8) % C}, ClassDim(1, known=False)),
+        (of_soft_and_penalized, normal(8, C), normal(8, C).softmax(1), ClassDim(1)),
+        (of_logarithms, normal(N, T, C).softmax(-1), {"label": LABELS}, ClassDim(-1)),
+        (of_checked, -normal(N, T, C).abs(), {"label": LABELS}, ClassDim(-1)),
+        (Locked().loss, normal(8, C), {"label": torch.arange(8) % C}, ClassDim(1)),
         (lambda p, y: p["x"], normal(8, 5), [1] * 8, ClassDim(1, known=False)),
         (lambda p, y: p["x"], normal(N, T, C), [1] * N, ClassDim(None, known=False)),
     ],
@@ -100,11 +158,59 @@ def test_the_task_says_where_the_classes_are(loss, predictions, target, wanted) 
         (F.cross_entropy, normal(N, T, C), ClassDim(None, known=False)),  # the default loss, which no training reads
         (F.mse_loss, normal(8, 5), ClassDim(None)),
         (F.smooth_l1_loss, normal(N, T, C), ClassDim(None)),
+        (nn.CrossEntropyLoss(), normal(N, C, T), ClassDim(1)),  # what the user gave, which the training does not read
+        (F.binary_cross_entropy_with_logits, normal(8, C), ClassDim(1, known=False)),
     ],
 )
 def test_without_labels_the_loss_says_it(loss, predictions, wanted) -> None:
     task = ck.Task(train=[(predictions,)], loss=loss)
     assert class_dim(task, nn.Identity(), predictions, reads_loss=False) == wanted
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, F.l1_loss])
+@pytest.mark.parametrize("shape", [(8, 2), (8, 16), (8, 128), (8, 768), (8, 4096), (1, 4096), (4, 3, 64, 64), (2, 196, 768)])
+def test_wide_regressions_are_of_numbers(loss, shape) -> None:
+    predictions = normal(*shape)
+    shares = torch.rand(shape, generator=torch.Generator().manual_seed(2))
+    data = [(predictions,), *((predictions, y) for y in (0.7 * shares, shares, 1000 * shares, 1000 * normal(*shape)))]
+    tasks = [ck.Task(train=[batch], loss=loss) for batch in data]
+    assert [class_dim(task, nn.Identity(), predictions) for task in tasks] == [ClassDim(None)] * 5
+
+
+def test_vocabularies_are_probed_in_fp32() -> None:
+    class Doubles(TorchDispatchMode):
+        most = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, Tensor) and out.dtype == torch.float64:
+                self.most = max(self.most, out.numel())
+            return out
+
+    task, words = ck.Task(train=[(normal(2, 8, 512), {"label": LABELS[:2, :8]})], loss=of_labels), normal(2, 8, 512)
+    with Doubles() as doubles:
+        assert class_dim(task, nn.Identity(), words) == ClassDim(-1)
+    assert doubles.most <= 512  # the places along one dimension
+
+
+def test_a_loss_a_model_and_a_loader_are_left_as_they_are() -> None:
+    class Counting(nn.Identity):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return x
+
+    class Loader:
+        epoch = 0
+
+        def __iter__(self):
+            self.epoch += 1
+            yield normal(8, C), {"label": torch.arange(8) % C}
+
+    loss, model, loader = Averaged(), Counting(), Loader()
+    assert class_dim(ck.Task(train=loader, loss=loss), model, normal(8, C)) == ClassDim(1)
+    assert (loss.count, float(loss.calls), model.calls, loader.epoch) == (0, 0, 0, 0)
 
 
 def test_random_numbers_of_loaders_stay_as_they_are() -> None:

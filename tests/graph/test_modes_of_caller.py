@@ -10,9 +10,11 @@ import pytest
 import torch
 from networks import build, image
 from torch import nn
+from torch.nn.utils import rnn
 
 import compresskit as ck
 from compresskit.base.errors import ModelError
+from compresskit.graph.capture import capture
 from compresskit.prune import criteria, low_rank
 
 MODES = {
@@ -67,13 +69,24 @@ def test_the_model_has_the_same_bits_and_can_be_trained(work, name) -> None:
     nn.functional.cross_entropy(got(data.train[0][0]), data.train[0][1]).backward()
 
 
-@pytest.mark.parametrize("name", ["autocast", "no_grad"])
-def test_training(name) -> None:
+def test_training_inside_no_grad() -> None:
     data, model = task(), build(networks.Chain)
     wanted, within = ck.fit_(copy.deepcopy(model), data, ck.Train(epochs=1)), copy.deepcopy(model)
-    with MODES[name]():
+    with torch.no_grad():
         got = ck.fit_(within, data, ck.Train(epochs=1))
     assert all(torch.equal(v, got.state_dict()[key]) for key, v in wanted.state_dict().items())
+
+
+def test_training_inside_autocast_computes_in_it_and_says_so(caplog) -> None:
+    data = [(torch.randn(8, 6).bfloat16(), torch.arange(8) % 4)] * 2
+    model, dtypes, metrics = nn.Sequential(nn.Linear(6, 4)), [], []
+    model[0].register_forward_hook(lambda module, args, output: dtypes.append(output.dtype))
+    train = ck.Train(epochs=1, validate_every=1, on_epoch=lambda report: metrics.append(report.metric))
+    with MODES["autocast"](), caplog.at_level("INFO", "compresskit"):
+        ck.fit_(model, ck.Task(train=data, val=data), train)
+    assert set(dtypes) == {torch.bfloat16}  # of measurements on the way, too
+    assert metrics[0] is not None
+    assert "train: its steps compute in torch.bfloat16" in caplog.text
 
 
 @pytest.mark.parametrize("name", MODES)
@@ -101,3 +114,27 @@ def test_a_model_that_was_made_in_inference_mode_has_no_scores_by_gradients() ->
 def test_advice_inside_no_grad() -> None:
     with torch.no_grad():
         assert ck.mixed.advise(build(networks.Chain), image(2)).layers
+
+
+class Packed(nn.Module):
+    """Its first states are zeros, into the first of which something may be written."""
+
+    def __init__(self, written: bool) -> None:
+        super().__init__()
+        self.written, self.lstm = written, nn.LSTM(5, 6, batch_first=True)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        h0, c0 = torch.zeros(1, len(x), 6), torch.zeros(1, len(x), 6)
+        if self.written:
+            h0[0] = x[:, 0, :1]
+        return self.lstm(packed, (h0, c0))[1][0][-1]
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_first_states_of_packed_sequences_inside_inference_mode(written) -> None:
+    torch.manual_seed(0)
+    model, example = Packed(written).eval(), (torch.randn(2, 4, 5), torch.tensor([2, 4]))
+    with torch.inference_mode():
+        got = capture(model, example).module(*example)
+    torch.testing.assert_close(got, model(*example))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -338,6 +339,20 @@ def test_rows_that_cannot_be_made_shorter_are_told_of() -> None:
         capture(Full("seven", mean=True).eval(), ids)
     model = Full("constant", mean=True).eval()  # no row is ever shorter
     torch.testing.assert_close(capture(model, ids).module(ids), model(ids))
+
+
+class OneSentence(Full):
+    """One of which no other was captured, since a class is warned of once."""
+
+
+def test_an_example_of_one_row_is_asked_for_padding_behind_it() -> None:
+    torch.manual_seed(0)
+    model, ids = OneSentence("given", mean=False).eval(), torch.randint(8, 50, (1, 9))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        capture(model, (ids, torch.tensor([6])), dynamic=())
+    with pytest.warns(UserWarning, match="Give an example with padding behind its row, and the row's length$"):
+        capture(model, (ids, torch.tensor([9])), dynamic=())
 
 
 class FirstState(nn.Module):

@@ -37,3 +37,14 @@ def test_inputs_without_a_batch_dimension_are_read_along_their_channels() -> Non
     for model.alone in (True, False):
         found.append(plan_mask(model, ck.remove(weights=0.5), criterion=criteria.wanda, task=task).masks["a.weight"])
     assert torch.equal(*found)
+
+
+def test_sparse_gradients_score_as_dense_ones_do() -> None:
+    batch = torch.randint(30, (8, 5)), torch.arange(8) % 3
+    task, found = ck.Task(train=[batch], val=[batch]), []
+    for sparse in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.EmbeddingBag(30, 16, sparse=sparse), nn.Linear(16, 3))
+        found.append(plan_mask(model, ck.remove(weights=0.5), criterion=criteria.snip, task=task).masks)
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(m, found[1][name]) for name, m in found[0].items())

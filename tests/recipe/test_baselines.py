@@ -10,6 +10,7 @@ from torch import nn
 
 import compresskit as ck
 from compresskit.base.errors import DataError, ModelError, SettingError
+from compresskit.export.files import DiskError
 from compresskit.recipe.baselines import with_new_weights
 from compresskit.recipe.half_precision import HalfPrecision
 from compresskit.recipe.page.records import read_run
@@ -99,6 +100,15 @@ def test_a_network_that_half_precision_does_not_run_has_no_such_row(tmp_path, ca
     result = ck.Recipe(ONE, baselines=True).run(Doubles(), images_task(ck, samples=32), tmp_path / "run")
     assert result.baselines == ()
     assert "no baseline in fp16" in caplog.text
+
+
+def test_a_full_disk_is_no_network_that_half_precision_does_not_run(tmp_path, monkeypatch) -> None:
+    def full(*given, **settings):
+        raise DiskError("the disk is full")
+
+    monkeypatch.setattr("compresskit.recipe.recipe.half_precision_row", full)
+    with pytest.raises(ck.CheckpointError, match="the disk is full"):
+        ck.Recipe(ONE, baselines=True).run(build(networks.Residual), images_task(ck, samples=32), tmp_path / "run")
 
 
 class OwnScale(nn.Module):

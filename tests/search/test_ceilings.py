@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -111,7 +113,10 @@ def test_a_drop_at_its_ceiling_is_not_over_it_for_the_digits_of_float32() -> Non
     small = Figures(metric=1e-9, drop=3e-9, latency=1.0, bytes=1, macs=1)  # a metric of other units has other digits
     assert small.excesses({"drop": 1e-9})
     large = Figures(metric=2.0**24, drop=1.0, latency=1.0, bytes=1, macs=1)
-    assert not large.excesses({"drop": 0.0})
+    assert not large.excesses({"drop": 0.0})  # one step of float32
+    assert replace(large, drop=8.0).excesses({"drop": 0.0})  # eight of them
+    assert Figures(metric=2.5e6, drop=3.0, latency=1.0, bytes=1, macs=1).excesses({"drop": 0.5})
+    assert replace(large, metric=float("inf"), drop=float("inf")).excesses({"drop": 0.5})
 
 
 def test_what_a_file_may_become_larger_by_is_in_the_nearest_budget() -> None:

@@ -138,6 +138,17 @@ def test_without_a_training_another_file_that_was_measured_within_the_ceilings_i
     assert [candidate for candidate, _ in runs] == [WHOLE, HALF, QUARTER]  # the last was over when it was measured
 
 
+@pytest.mark.parametrize(("fails", "runs_until"), [(True, 3), (False, 6)])
+def test_without_a_training_the_runs_beyond_the_finalists_are_bounded(fails, runs_until, finals, told) -> None:
+    """Two finalists: one failure more than them ends it, and so do twice as many that are over a ceiling beyond them."""
+    files, runs = told
+    finals = replace(finals, train=None, ceilings={"bytes": float(CEILING), "drop": 0.1}, minimise="latency")
+    candidates = [tried(Candidate(macs=0.9 - i / 20), 0.05) for i in range(12)]
+    files |= {(t.candidate, True): ck.ExportError("it DISAGREES") if fails else figures(0.2) for t in candidates}
+    assert finals.run(candidates, 2) is None
+    assert len(runs) == runs_until
+
+
 @pytest.mark.parametrize("trains", [True, False])
 def test_an_error_of_the_disk_rejects_no_finalist(trains, finals, told, tmp_path) -> None:
     files, _ = told

@@ -44,3 +44,11 @@ def test_statistics_that_overflow_blame_the_layer() -> None:
     nn.init.constant_(model[0].weight, 1e30)
     with pytest.raises(DataError, match=r"of 1 is nan or infinite \(after batch 1\), though no value of the data is"):
         reestimate_batchnorm_(model, [torch.randn(8, 4)])
+
+
+def test_a_batch_is_looked_at_once_for_all_layers(monkeypatch) -> None:
+    looks, isfinite = [], torch.Tensor.isfinite
+    monkeypatch.setattr(torch.Tensor, "isfinite", lambda values: looks.append(1) or isfinite(values))
+    model = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(5)))
+    reestimate_batchnorm_(model, [torch.randn(8, 4)] * 3)
+    assert len(looks) == 3

@@ -278,18 +278,24 @@ def normed() -> nn.Module:
 
 def test_a_last_batch_of_one_row_is_refused_before_the_first_step() -> None:
     """No generator is moved where it is not."""
-    seen = []
-    train = ck.Train(epochs=1, on_step=seen.append)
+    train = ck.Train(epochs=1)
     wanted = (
         r"train: the last batch of the training data has one row, of which BatchNorm .*pass DataLoader\(..., drop_last=True\)"
     )
     with pytest.raises(DataError, match=wanted):
-        ck.fit_(normed(), rows_of_one(33), train)
-    assert not seen
+        ck.fit_(model := normed(), rows_of_one(33), train)
+    assert not model[1].num_batches_tracked
     (frozen := normed()).train()[1].eval()
     task, state = rows_of_one(33), torch.get_rng_state()
     check_last_row(frozen, task, train.length(task), "train")
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_callback_may_freeze_statistics_before_a_last_batch_of_one_row(caplog) -> None:
+    model = normed()
+    ck.fit_(model, rows_of_one(33), ck.Train(epochs=1, on_step=lambda report: model[1].eval()))
+    assert model[1].num_batches_tracked == 1
+    assert "the last batch of the training data has one row" in caplog.text
 
 
 def test_a_batch_of_one_row_says_what_to_do() -> None:

@@ -55,7 +55,7 @@ def check_logits(where: str, student: Tensor, teacher: Tensor, dim: int) -> tupl
 def check_dim_of_classes(where: str, student: Tensor, teacher: Tensor, dim: int) -> None:
     """Raise `DataError` for logits whose shapes differ or have no dimension `dim`, `SettingError` where that is no number."""
     check_same_shape(where, student, teacher)
-    if not isinstance(as_python(dim), int):
+    if not isinstance(dim, int) and not isinstance(as_python(dim), int):  # torch.compile does not trace `as_python`
         raise SettingError(f"{where}(dim=...): wanted the dimension of the classes, a whole number, got {dim!r}")
     if student.ndim < 2 or not -student.ndim <= dim < student.ndim:
         raise DataError(f"{where}: wanted logits of at least 2 dimensions with classes in dim {dim}, got {tuple(student.shape)}")
@@ -81,11 +81,9 @@ def broadcast_weight(where: str, values: Tensor, weight: Tensor) -> Tensor:
 
 
 def check_weight(where: str, weight: object) -> None:
-    """Raise `DataError` unless a weight is a tensor, and, where it takes no wait for a device to see it, nowhere negative."""
+    """Raise `DataError` unless a weight is a tensor. Its numbers are not read, which `torch.compile` and `vmap` cannot."""
     if not isinstance(weight, Tensor):
         raise DataError(f"{where}(weight=...): wanted a tensor, got {type(weight).__name__}; write torch.as_tensor(...)")
-    if weight.device.type == "cpu" and bool((weight < 0).any()):
-        raise DataError(f"{where}(weight=...): wanted numbers >= 0, got {float(weight.min()):g}")
 
 
 def weighted_mean(where: str, values: Tensor, weight: Tensor | None) -> Tensor:

@@ -81,6 +81,8 @@ class Teacher(nn.Module):
         ModelError: for a model in train mode.
     """
 
+    class_dim: int = 1  # of the class, as pickled teachers may have none of their own
+
     def __init__(
         self,
         *models: nn.Module,
@@ -109,7 +111,7 @@ class Teacher(nn.Module):
         average: Average | None = None,
     ) -> None:
         """Make it the teacher of these models, which are frozen and its own."""
-        self.dtype, self.inputs, self.average, self.class_dim = dtype, inputs, average, 1
+        self.dtype, self.inputs, self.average = dtype, inputs, average
         self.views: tuple[View, ...] = ()
         self.label = " + ".join(type(m).__name__ for m in members)
         self.members = nn.ModuleList(members)

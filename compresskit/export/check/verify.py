@@ -339,11 +339,6 @@ def _remark_on_sizes(found: Comparison, path: str | Path, model: nn.Module, inpu
     return "" if found.random else remark_on_other_sizes(path, model, inputs, sessions, dtype)
 
 
-def _known_length(batches: Iterable[AnyInputs]) -> int | None:
-    """How many batches there are, None where that shows at the end; a tensor, which are no batches, is refused elsewhere."""
-    return len(batches) if isinstance(batches, Sized) and not isinstance(batches, Tensor) else None
-
-
 def _sessions(path: str | Path, proto: Any) -> list[Any]:
     """Of a file as it is written, and optimized."""
     threads = torch.get_num_threads()

@@ -161,10 +161,13 @@ class Packing:
         place = _ORDERING.get(func) if self.orders and func.__hash__ else None
         if place is not None and len(args) > place and self._is_order(args[place]):
             return args[0]
-        result = func(*args, **kwargs)
         if func is torch.zeros:
+            with torch.inference_mode(False):  # tensors that are made in that mode count no writes
+                result = func(*args, **kwargs)
             self.zeros.append((result, result._version))
-        elif func is Tensor.scatter_ and len(args) > 2 and self._is_order(args[2]):  # torch inverts an order so
+            return result
+        result = func(*args, **kwargs)
+        if func is Tensor.scatter_ and len(args) > 2 and self._is_order(args[2]):  # torch inverts an order so
             self.orders.append(args[0])
         return result
 
@@ -294,9 +297,11 @@ def check_padded_outputs(model: nn.Module, program: torch.export.ExportedProgram
         shorter, padded = with_shorter_rows(model, inputs, packed, run)
         _compare_outputs(run(shorter), call(graph, shorter), "where rows of the example are shorter")
     if not padded and first_time(type(model), "full rows"):
+        several = any(len(lengths) > 1 for lengths in packed.lengths)
+        wanted = "whose rows have different lengths" if several else "with padding behind its row, and the row's length"
         warnings.warn(
             f"{type(model).__name__} packs a batch of which no row has padding in the example: whether its graph, and a file of"
-            " it, are right for shorter rows was not seen. Give an example whose rows have different lengths",
+            f" it, are right for shorter rows was not seen. Give an example {wanted}",
             stacklevel=4,
         )
 

@@ -12,13 +12,21 @@ _LAYER = re.compile(r"(.*\.)?\d+(?=\.|$)")  # a name up to its last number
 
 
 def renumber_behind_(model: nn.Module, path: str) -> None:
-    """Give the layers behind a block that goes, of its kind, the number of the one before each, in place.
+    """Give the layers behind a block that goes, of its kind, the number of the one before each, in place: `numbers_without`."""
+    modules: dict[str, Any] = dict(model.named_modules())
+    for name, number in numbers_without(model, path).items():
+        modules[name].layer_idx = number
+
+
+def numbers_without(model: nn.Module, path: str) -> dict[str, int]:
+    """The layers whose number changes where a block goes, by dotted name, with the number of the one before each.
 
     By the `layer_idx` of Hugging Face's layers their cache finds what each has stored. It asks the first layer of a kind, with a
     sliding window or without, how long that is.
     """
     modules = dict(model.named_modules())
-    numbers = {name: module.layer_idx for name, module in modules.items() if type(vars(module).get("layer_idx")) is int}
+    before = {name: module.layer_idx for name, module in modules.items() if type(vars(module).get("layer_idx")) is int}
+    numbers = dict(before)
     kinds = {name: _kind_of_layer(modules, numbers, name) for name in numbers}
     gone = [name for name in numbers if f"{name}.".startswith(f"{path}.")]
     for name in sorted(gone, key=lambda name: -numbers[name]):
@@ -27,7 +35,7 @@ def renumber_behind_(model: nn.Module, path: str) -> None:
         behind = [other for other in alike if numbers[other] > number]
         for other in sorted(behind, key=lambda other: numbers[other]):
             number, numbers[other] = numbers[other], number
-            modules[other].layer_idx = numbers[other]
+    return {name: number for name, number in numbers.items() if number != before[name]}
 
 
 def _kind_of_layer(

@@ -94,11 +94,11 @@ def kept_fp32(model: nn.Module, policy: Policy) -> set[Any]:
 
     In quantization-aware training classes and names are those of the float model. Raises ModelError for a name of nothing.
     """
-    kinds, names = _kinds_and_names(policy)
+    parts = _float_parts(model)
+    kinds, names = _kinds_and_names(policy, parts)
     kept: set[Any] = {m for m in model.modules() if isinstance(m, kinds) or (isinstance(m, KeepsFP32) and m.keeps_fp32)}
     tensors: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
     tensors |= {name: id(buffer) for name, buffer in model.named_buffers(remove_duplicate=False)}
-    parts = _float_parts(model)
     modules = {name: m for name, m in model.named_modules() if not _lies_in(name, parts)}
     for path, part in parts.items():
         own = {_dotted(path, there): tensors[_dotted(path, here)] for here, there in part.float_names().items()}
@@ -123,9 +123,17 @@ def kept_fp32(model: nn.Module, policy: Policy) -> set[Any]:
     return kept
 
 
-def _kinds_and_names(policy: Policy) -> tuple[tuple[type[nn.Module], ...], set[str]]:
+def _kinds_and_names(policy: Policy, parts: Mapping[str, OfFloatModel]) -> tuple[tuple[type[nn.Module], ...], set[str]]:
+    """The classes and names that a policy keeps in fp32, of modules in a graph (`body.0`) the name in the float model (`0`)."""
     kept = policy.keep_fp32
-    return tuple(kind for kind in kept if isinstance(kind, type)), {name for name in kept if isinstance(name, str)}
+    names = {name for name in kept if isinstance(name, str)}
+    for path, part in parts.items():
+        leads = {_dotted(path, here.removesuffix(there)) for here, there in part.float_names().items() if here.endswith(there)}
+        users = {_dotted(path, name) for name in part.float_modules}
+        for name, lead in ((name, lead) for name in names - users for lead in leads if lead and name.startswith(lead)):
+            if (own := _dotted(path, name.removeprefix(lead))) in users:
+                names = names - {name} | {own}
+    return tuple(kind for kind in kept if isinstance(kind, type)), names
 
 
 def _float_parts(model: nn.Module) -> dict[str, OfFloatModel]:
@@ -174,9 +182,9 @@ def add_cast_hooks_(model: nn.Module, policy: Policy, hooked: set[nn.Module]) ->
     """
     half = policy.param_dtype
     assert half is not None
-    every, names = _kinds_and_names(policy)
-    kinds = tuple(kind for kind in every if not issubclass(kind, BATCH_NORMS))
     parts = _float_parts(model)
+    every, names = _kinds_and_names(policy, parts)
+    kinds = tuple(kind for kind in every if not issubclass(kind, BATCH_NORMS))
     outermost: list[str] = []
     handles: list[HasRemove] = []
     for name, module in model.named_modules():

@@ -22,13 +22,13 @@ from compresskit.prune.channels.plan_channels import check_functions, plan_chann
 from compresskit.prune.channels.reconstruct import reconstruct_
 from compresskit.prune.channels.resources import PRUNABLE, Limits, counted_unit, measured_quantity
 from compresskit.prune.channels.sparse_learning import GReg, GroupLasso, group_lasso
-from compresskit.prune.criteria import CHANNEL_EVIDENCE, Criterion, check_criterion, l2
+from compresskit.prune.criteria import CHANNEL_EVIDENCE, Criterion, check_criterion, l2, reads_calibration
 from compresskit.prune.masks.rewind import Rewind
 from compresskit.prune.normalizers import Normalizer, by_mean
 from compresskit.prune.rankings import Ranking, cost_aware
 from compresskit.prune.schedules import Linear, RatioSchedule, check_schedule
 from compresskit.prune.structure.plan import Plan, apply_
-from compresskit.train.batchnorm import reestimate_batchnorm_
+from compresskit.train.batchnorm import norms_with_statistics, reestimate_batchnorm_
 from compresskit.train.train import Train, fit_
 
 log = logging.getLogger(__name__)
@@ -107,6 +107,9 @@ class Prune(Budgeted, Stage):
     def rewinds_to(self) -> float | None:
         """The fraction of the preceding training that `rewind` asks for."""
         return self.rewind.to if isinstance(self.rewind, Rewind) else None
+
+    def calibration_samples(self, model: nn.Module) -> int:
+        return self.samples if self.reconstruct or norms_with_statistics(model) or reads_calibration(self.criterion) else 0
 
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         model = model.to(task.device)

@@ -22,7 +22,7 @@ from compresskit.prune.depth.costs import Cost, milliseconds
 from compresskit.prune.depth.importance import Importance, after_training
 from compresskit.prune.depth.plan_blocks import BLOCK_QUANTITIES, check_depth, check_measures, plan_blocks
 from compresskit.prune.depth.refit_stream import refit_stream_
-from compresskit.train.batchnorm import reestimate_batchnorm_
+from compresskit.train.batchnorm import norms_with_statistics, reestimate_batchnorm_
 from compresskit.train.train import Train, fit_
 
 log = logging.getLogger(__name__)
@@ -65,6 +65,10 @@ class Depth(Budgeted, Stage):
         if self.repair < 1:
             raise SettingError(f"Depth(repair=...): wanted a whole number >= 1, got {self.repair!r}")
         check_measures("Depth", importance=self.importance, cost=self.cost, form=self.form)
+
+    def calibration_samples(self, model: nn.Module) -> int:
+        fitted = min(self.repair, FITTED_SAMPLES) if self.reconstruct else 0
+        return max(self.samples, self.repair if norms_with_statistics(model) else fitted)
 
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         model = model.to(task.device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,10 +20,12 @@ from torch.utils import _pytree as pytree
 
 from compresskit.base.task import Inputs, call, first_rows
 from compresskit.graph.capture import check_runs
+from compresskit.graph.differences import relative_difference
 from compresskit.graph.normalize import IDENTITIES, Node, aten
 from compresskit.graph.replacements import Bypass
-from compresskit.graph.surgery import mode
-from compresskit.prune.structure.repeatable import state_restored
+from compresskit.graph.rewrites.layer_numbers import numbers_without
+from compresskit.graph.surgery import copy_model, mode
+from compresskit.prune.structure.repeatable import repeatable, state_restored, vary_constants_
 from compresskit.prune.structure.trace import OperatorRecorder, running_modules
 
 ADDITIONS = {aten.add.Tensor, aten.add_.Tensor}
@@ -35,6 +37,7 @@ RECTIFIERS = {aten.relu.default, aten.relu_.default, aten.hardtanh.default, aten
 RECTIFIERS |= {aten.clamp_min.default, aten.relu6.default, aten.relu6_.default}
 MOVES = {aten.view.default, aten.reshape.default, aten.permute.default, aten.transpose.int, aten.unsqueeze.default}
 MOVES |= {aten.squeeze.dim, aten.unflatten.int, aten.flatten.using_ints, aten._to_copy.default, aten.to.dtype}
+SAME_OUTPUTS = 1e-9  # of two runs of one model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,7 @@ class ResidualBlock:
     calls: how often a run calls it, as the encoder that both inputs of a Siamese network go through.
     skipped: numbers of the additions and norms on that way, counted over all operators of one run -> position of the argument
         that they would hand on.
+    renumbers: whether layers behind it take the number of the one before each; not where outputs depend on such numbers.
     """
 
     path: str
@@ -59,10 +63,11 @@ class ResidualBlock:
     norms: int
     skipped: dict[int, int] = field(repr=False)
     calls: int = 1
+    renumbers: bool = True
 
     def bypass(self) -> Bypass:
         """The module that takes its place."""
-        return Bypass(self.argument, self.outputs, self.index)
+        return Bypass(self.argument, self.outputs, self.index, renumbers=self.renumbers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +129,8 @@ def find_blocks(model: nn.Module, example: Inputs, *, ignore: tuple[str, ...] = 
     for path in sorted(removable, key=lambda path: -path.count(".")):  # the innermost first
         if _is_container(model, path, removable):
             del removable[path]
+    if _numbers_count(model, example, removable):
+        removable = {path: replace(block, renumbers=False) for path, block in removable.items()}
     return Blocks(removable=removable, locked=_siblings(model, removable, reasons))
 
 
@@ -147,6 +154,41 @@ def _record(model: nn.Module, example: Inputs) -> tuple[list[_Call], OperatorRec
     except Exception:
         return None
     return calls, recorder
+
+
+def _numbers_count(model: nn.Module, example: Inputs, removable: dict[str, ResidualBlock]) -> bool:
+    """Whether the model without a block gives something else where the layers behind it are numbered anew.
+
+    A cache asks only which layer is which; an attention whose scores are divided by the number of its layer does not.
+    """
+    seen: set[str] = set()
+    for path in outermost(removable):
+        numbers = numbers_without(model, path)
+        if numbers.keys() <= seen:
+            continue
+        small = copy_model(model).requires_grad_(False)
+        vary_constants_(small)
+        small.set_submodule(path, removable[path].bypass())
+        if (wanted := _values_of(small, example)) is None:
+            continue
+        seen |= numbers.keys()
+        layers: dict[str, Any] = dict(small.named_modules())
+        for name in numbers.keys() & layers.keys():
+            layers[name].layer_idx = numbers[name]
+        got = _values_of(small, example)
+        if got is None or [v.shape for v in got] != [v.shape for v in wanted]:
+            return True
+        if not all(relative_difference(a, b) <= SAME_OUTPUTS for a, b in zip(wanted, got, strict=True)):
+            return True
+    return False
+
+
+def _values_of(model: nn.Module, example: Inputs) -> list[Tensor] | None:
+    """The floating point tensors that a model gives for an example, or for two rows of it; None where it does not run."""
+    for inputs in (first_rows(example, 2), example):
+        with suppress(Exception), mode(model, training=False), torch.random.fork_rng(), torch.inference_mode(), repeatable(model):
+            return [v for v in pytree.tree_leaves(call(model, inputs)) if isinstance(v, Tensor) and v.is_floating_point()]
+    return None
 
 
 @contextmanager

@@ -49,6 +49,9 @@ class LowRank(Budgeted, Stage):
         if self.samples < 0:
             raise SettingError(f"LowRank(samples=...): wanted a whole number >= 0, got {self.samples!r}")
 
+    def calibration_samples(self, model: nn.Module) -> int:
+        return self.samples
+
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         model = model.to(task.device)
         guided = task if task.reference is not None else replace(task, reference=frozen_copy(model))

@@ -23,7 +23,7 @@ from compresskit.base.stage import Stage
 from compresskit.base.task import Task
 from compresskit.graph.masks import Masks
 from compresskit.prune.allocations import Allocation, check_allocation
-from compresskit.prune.criteria import WEIGHT_EVIDENCE, Criterion, check_criterion, l2
+from compresskit.prune.criteria import WEIGHT_EVIDENCE, Criterion, check_criterion, l2, reads_calibration
 from compresskit.prune.masks.plan_mask import MASK_QUANTITIES, check_pattern, plan_mask, removed_fraction
 from compresskit.prune.patterns import UNSTRUCTURED, Pattern
 from compresskit.train.lr import tail_of
@@ -129,6 +129,9 @@ class LotteryTicket(Budgeted, Stage):
     def starts_from_trained(self) -> bool:
         """False: it trains the incoming model, and keeps the snapshots it rewinds to itself."""
         return False
+
+    def calibration_samples(self, model: nn.Module) -> int:
+        return self.samples if reads_calibration(self.criterion) else 0
 
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         model = model.to(task.device)

@@ -20,14 +20,14 @@ from compresskit.base.task import Task
 from compresskit.graph.masks import Masks, detach_masks_, masks_of
 from compresskit.graph.surgery import frozen_copy
 from compresskit.prune.allocations import Allocation, check_allocation
-from compresskit.prune.criteria import EVIDENCE, WEIGHT_EVIDENCE, Criterion, check_criterion, l2, needs_of
+from compresskit.prune.criteria import EVIDENCE, WEIGHT_EVIDENCE, Criterion, check_criterion, l2, needs_of, reads_calibration
 from compresskit.prune.masks.gradual import GradualMasks
 from compresskit.prune.masks.maskable import by_tensor, fitting, maskable, unmasked_weights
 from compresskit.prune.masks.plan_mask import MASK_QUANTITIES, check_pattern, plan_mask, removed_fraction
 from compresskit.prune.masks.rewind import Rewind
 from compresskit.prune.patterns import UNSTRUCTURED, Pattern
 from compresskit.prune.schedules import RatioSchedule, check_schedule
-from compresskit.train.batchnorm import reestimate_batchnorm_
+from compresskit.train.batchnorm import norms_with_statistics, reestimate_batchnorm_
 from compresskit.train.train import Train, fit_
 
 log = logging.getLogger(__name__)
@@ -113,6 +113,10 @@ class Sparsify(Budgeted, Stage):
     def rewinds_to(self) -> float | None:
         """The fraction of the preceding training that `rewind` asks for."""
         return None if self.rewind is None else self.rewind.to
+
+    def calibration_samples(self, model: nn.Module) -> int:
+        averages = self.schedule is None and self.rewind is None and norms_with_statistics(model)
+        return self.samples if reads_calibration(self.criterion) or averages else 0
 
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         model = model.to(task.device)

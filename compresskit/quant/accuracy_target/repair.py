@@ -371,6 +371,9 @@ class Repair(RepairSettings, Stage):
         self.check("Repair")
         check_samples(self.samples, "Repair")
 
+    def calibration_samples(self, model: nn.Module) -> int:
+        return self.samples
+
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         model = model.to(task.device).eval()
         judge = task if self.by_metric else None

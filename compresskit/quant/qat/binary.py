@@ -199,6 +199,9 @@ class Binarize(Stage):
         if self.samples < 1:
             raise SettingError(f"Binarize(samples=...): wanted a whole number >= 1, got {self.samples!r}")
 
+    def calibration_samples(self, model: nn.Module) -> int:
+        return self.samples
+
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         model = model.to(task.device)
         guided = task if task.reference is not None else replace(task, reference=frozen_copy(model))

@@ -242,6 +242,9 @@ class QAT(QATSettings, Train):
         quantized.unfold_batchnorm_(learned=True, offsets=self.offsets)
         groups_of(in_place_of(model, quantized, self.inside), self.param_groups, quiet=True)
 
+    def calibration_samples(self, model: nn.Module) -> int:
+        return self.samples
+
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         if kept := [name for name, training in given_modes(model).items() if not training]:
             log.warning(

@@ -404,7 +404,9 @@ class WeightQuant(WeightSettings, Stage):
         _check_palette("WeightQuant(scheme=...)", self.scheme, "product", self.rounding, self.awq, self.storage)
         _check_palette("WeightQuant(embeddings=...)", self.embeddings, "embedding", self.rounding, self.awq, self.storage)
 
+    def calibration_samples(self, model: nn.Module) -> int:
+        return self.samples if self.awq or self.rounding is not round_to_nearest else 0
+
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
-        uses_data = self.awq or self.rounding is not round_to_nearest
-        data = calibration_inputs(task, self.samples) if uses_data else task.example()
+        data = calibration_inputs(task, samples) if (samples := self.calibration_samples(model)) else task.example()
         return _quantize_weights(model.to(task.device).eval(), data, self, "WeightQuant")

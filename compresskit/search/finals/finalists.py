@@ -39,6 +39,7 @@ RUNGS = 4  # measurements of the metric in a training, after which it may be giv
 #: Of the drop before it, the part that a training is expected to leave before one was seen: after a short training, and without
 #: one. ResNet-56 lost 7.5, 3.9 and 0.8 points after short ones, and 1.7, 0.9 and 0.04 in the end (`benchmarks/budgets_avx2.md`).
 LEFT_AFTER_SHORT, LEFT = 0.3, 0.5
+BEYOND = 2  # times as many as the finalists are run beyond them, where nothing is trained and none keeps the ceilings
 LEAST_LEFT = 0.1  # the same of what was seen, at least: one that lost nothing in the end says little of deeper cuts
 OF_SETTINGS = 1024  # bytes that are left for what a file tells of its training
 OF_PROOF = 256  # bytes by which what it tells of its stage, metric and proof may be longer than when its candidate was made
@@ -98,7 +99,8 @@ class Finals:
         """Run up to `most` finalists, together with other processes; the best that keeps all ceilings, or None.
 
         Where they are trained, files without training that keep all ceilings, too, and promise more than the best of them are
-        run after that. Where they are not, and none keeps the ceilings, those are run that were measured within all of them.
+        run after that. Where they are not, and none keeps the ceilings, twice as many more are run at most that were measured
+        within all of them.
 
         Args:
             tried: candidates with figures; those that are run, here or elsewhere, get `trained`, `stopped`, `rejected` or
@@ -125,7 +127,7 @@ class Finals:
                     following = self.next_finalist(tried, best, at_work)
                     if following is not None and not self._has_time():
                         following = None
-                elif best is None and self.train is None and not at_work:
+                elif best is None and self.train is None and not at_work and done < (1 + BEYOND) * most and failed <= most:
                     # Without a training, it is soon seen whether another file keeps the ceilings when it is run.
                     following = self.next_finalist(self._measured_within(tried), None)
                 if following is not None:

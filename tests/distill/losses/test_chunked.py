@@ -66,7 +66,9 @@ def test_peak_memory_of_chunked_soft_targets_and_of_rkd() -> None:
 
 def test_chunked_refuses_settings_that_do_not_fit() -> None:
     a = torch.zeros(2, 3)
-    with pytest.raises(DataError, match=r"chunked_soft_targets: wanted logits with classes in dim 3, got \(2, 3\)"):
+    with pytest.raises(
+        DataError, match=r"chunked_soft_targets: wanted logits of at least 2 dimensions with classes in dim 3, got \(2, 3\)"
+    ):
         losses.chunked_soft_targets(a, a, dim=3)
     with pytest.raises(SettingError, match=r"chunk=\.\.\.\): wanted a whole number >= 1, got 0"):
         losses.chunked_soft_targets(a, a, chunk=0)

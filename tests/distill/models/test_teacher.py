@@ -54,6 +54,14 @@ def test_a_half_model_is_a_teacher_as_it_is(dtype: torch.dtype) -> None:
     torch.testing.assert_close(losses["imitate"], 0.9 * kd.losses.soft_targets(student(task.val[0][0]), wanted, temperature=4.0))
 
 
+def test_a_teacher_without_a_dimension_of_its_own_has_the_classes_in_dimension_1() -> None:
+    teacher, task = Teacher(build(networks.Residual), build(networks.Chain)), images_task(ck)
+    inputs, _ = task.split(task.val[0])
+    wanted = teacher.predictions(inputs, task)
+    vars(teacher).pop("class_dim", None)  # as in one that was pickled before it had one
+    torch.testing.assert_close(copy.deepcopy(teacher).predictions(inputs, task), wanted)
+
+
 def test_an_ensemble_is_averaged_in_probability() -> None:
     models, task = [build(kind) for kind in (networks.Residual, networks.Chain, networks.Depthwise)], images_task(ck)
     inputs, _ = task.split(task.val[0])

@@ -41,10 +41,26 @@ def test_a_tied_parameter_has_them_once() -> None:
     model[0] = nn.Linear(4, 16)
     model.add_module("again", model[2])
     calls = []
-    model[2].bias.register_post_accumulate_grad_hook(lambda p: calls.append(1))
+    model[2].bias.register_hook(lambda gradient: calls.append(1))
     copied = copy_model(model)
     copied[2](torch.ones(2, 16)).sum().backward()
     assert calls == [1]
+
+
+def test_hooks_that_step_an_optimizer_of_the_model_are_no_part_of_copies(tmp_path, caplog) -> None:
+    model = net()
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}  # as in torch's tutorial
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    batches = [(torch.randn(8, 4), torch.arange(8) % 3)]
+    task = ck.Task(train=batches, val=batches)
+    trained = ck.Recipe(ck.Train(epochs=1, optimizer=torch.optim.SGD)).run(model, task, out=tmp_path / "run").model
+    assert torch.equal(trained[2].weight, before["2.weight"])
+    assert not torch.equal(trained[0].weight, before["0.weight"])
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert caplog.text.count("copies of the model, as recipes and QAT train them, have not the hooks of") == 1
+    ck.QAT(epochs=1)(model, task)
 
 
 def test_frozen_and_resized_parameters_keep_them() -> None:

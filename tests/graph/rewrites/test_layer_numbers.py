@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from compresskit.graph.surgery import restructure_, structure
 from compresskit.prune.depth import costs, importance, plan_blocks
+from compresskit.prune.depth.block_plan import BlockPlan
 
 
 class Cache:
@@ -105,6 +107,32 @@ def test_a_cache_counts_the_layers_that_are_left(windows, removed, numbers) -> N
     restructure_(again, structure(small))
     assert [m.layer_idx for m in again.modules() if isinstance(m, Attention)] == numbers
     assert [m.layer_idx for m in model.modules() if isinstance(m, Attention)] == [*range(len(windows))]
+
+
+class Scaled(nn.Module):
+    """Its scores are divided by the number of its layer, as in ImageGPT."""
+
+    def __init__(self, layer_idx: int) -> None:
+        super().__init__()
+        self.qkv, self.out, self.layer_idx = nn.Linear(16, 48), nn.Linear(16, 16), layer_idx
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return x + self.out((q @ k.mT / float(self.layer_idx + 1)).softmax(-1) @ v)
+
+
+def test_numbers_that_outputs_depend_on_stay() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Sequential(*(Scaled(i) for i in range(4))), nn.Linear(16, 5)).eval(), torch.randn(4, 6, 16)
+    small, wanted = copy.deepcopy(model), copy.deepcopy(model)
+    plan = plan_blocks(model, x, blocks=("0.1",), importance=importance.influence, cost=costs.parameters)
+    BlockPlan.from_json(json.loads(json.dumps(plan.to_json()))).apply_(small)
+    wanted[0][1] = nn.Identity()
+    again = copy.deepcopy(model)
+    restructure_(again, structure(small))
+    assert structure(again) == structure(small)
+    for made in (small, again):
+        torch.testing.assert_close(made(x), wanted(x))
 
 
 def test_layers_of_other_lists_keep_their_numbers() -> None:

@@ -24,7 +24,8 @@ def test_zeros_without_masks_are_warned_of() -> None:
     Masks({"0.weight": torch.rand(16, 8) > 0.6}).apply_(sparse)
     loaded = net()
     loaded.load_state_dict(sparse.state_dict())
-    with pytest.warns(UserWarning, match=r"enforce_masks_: Sequential has no masks, though \d+% of 0.weight are zero"):
+    wanted = r"enforce_masks_: Sequential has no masks, though \d+% of 0.weight are zero .*\. If these were pruned, training will"
+    with pytest.warns(UserWarning, match=wanted):
         enforce_masks_(loaded, sgd(loaded))()
     Masks({"0.weight": loaded[0].weight != 0}).apply_(loaded)  # as the warning says
     enforce_masks_(loaded, sgd(loaded))()

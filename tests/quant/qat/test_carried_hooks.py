@@ -54,12 +54,12 @@ def test_hooks_freeze_what_they_freeze_in_float(options, caplog) -> None:
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     with caplog.at_level(logging.WARNING, "compresskit"):
         after = trained(ck.quant.prepare_qat(model, INPUTS, **options))
-    assert "hooks" not in caplog.text
+    assert "are not called" not in caplog.text
     for name in ("backbone.0.weight", "backbone.3.weight", "head.weight"):
         assert torch.equal(after[name][:3], before[name][:3]), name
         assert not torch.equal(after[name][3:], before[name][3:]), name
     assert torch.equal(after["backbone.1.weight"], before["backbone.1.weight"])
-    assert called == [(4,)] * 3
+    assert not called  # it may hold an optimizer of the float model
 
 
 @pytest.mark.parametrize("hooked", [True, False])

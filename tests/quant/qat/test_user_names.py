@@ -85,6 +85,28 @@ def test_learned_scales_are_named_after_what_they_scale() -> None:
     assert {"head.weight", "head.weight_scale", "backbone.0.weight"} <= set(inside.values())
 
 
+def test_a_tied_weight_has_its_first_name() -> None:
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.out = nn.Embedding(10, 8), nn.Linear(8, 10, bias=False)
+            self.out.weight = self.words.weight
+
+        def forward(self, x):
+            return self.out(self.words(x))
+
+    quantized = ck.quant.prepare_qat(Tied(), [torch.arange(10).reshape(2, 5)])
+    known = float_names(quantized)
+    assert [known[name] for name, _ in quantized.named_parameters()] == [name for name, _ in Tied().named_parameters()]
+
+
+@pytest.mark.parametrize("name", ["backbone.4", "body.backbone.4"])
+def test_a_module_is_found_by_its_name_in_the_graph_too(name: str) -> None:
+    dtypes = train(ck.quant.prepare_qat(net(), INPUTS), replace(ck.mixed.MASTER_BF16, keep_fp32=(name,)))
+    kept = {n for n, dtype in dtypes.items() if dtype == torch.float32 and not n.startswith("backbone.1.")}  # BatchNorm is, too
+    assert kept == {"backbone.4.weight", "backbone.4.bias"}
+
+
 def test_names_that_a_graph_has_for_itself_are_the_users_again() -> None:
     class Reserved(nn.Module):
         def __init__(self):

@@ -21,7 +21,7 @@ from compresskit.prune.depth.merging.merge_importance import MergeImportance, me
 from compresskit.prune.depth.merging.merge_plan import MergePlan
 from compresskit.prune.depth.merging.plan_merges import MERGE_QUANTITIES, check_merging, plan_merges
 from compresskit.prune.depth.merging.prove_merges import merge_checked_
-from compresskit.train.batchnorm import reestimate_batchnorm_
+from compresskit.train.batchnorm import norms_with_statistics, reestimate_batchnorm_
 from compresskit.train.train import Train, fit_
 
 log = logging.getLogger(__name__)
@@ -62,6 +62,9 @@ class Merge(Budgeted, Stage):
             raise SettingError(f"Merge(repair=...): wanted a whole number >= 1, got {self.repair!r}")
         if not callable(self.cost):
             raise SettingError(f"Merge(cost=...): wanted a function of prune.depth.merging, got {self.cost!r}")
+
+    def calibration_samples(self, model: nn.Module) -> int:
+        return max(self.samples, self.repair if norms_with_statistics(model) else 0)
 
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         model = model.to(task.device)
