@@ -11,7 +11,8 @@ resnet*   128 images a step, crops and flips, SGD at `--lr` (rows that do not na
 Short: points lost on the held-out images after the short training of what was chosen. Latency, one image and `--threads` threads,
 is measured again after the search, the file and the uncompressed one in turn. The last column: seconds of the call by those of
 the training of what was chosen; a later budget takes over what an earlier one measured. A search that was interrupted counts
-with all its calls (`calls` in the JSON).
+with all its calls (`calls` in the JSON). All rows are from before the part of a training with rounding had the optimizer and the
+schedule of the rest: it was SGD at 0.002 then.
 
 What is not called again stays in `budgets.json` and `budgets.md` beside this file, or those of `--name` for another machine.
 """
