@@ -157,7 +157,8 @@ def quantize_static(
     refuse_unknown_settings(StaticSettings, (), options, {}, "quantize_static")
     settings = StaticSettings(inside=inside, **options)
     settings.check("quantize_static")
-    return _quantize(model, batches, settings, "quantize_static")
+    with no_modes_of_caller():
+        return _quantize(model, batches, settings, "quantize_static")
 
 
 def builder(
@@ -211,7 +212,6 @@ def builder(
     return build
 
 
-@no_modes_of_caller()
 def _quantize(model: nn.Module, batches: Batches, settings: StaticSettings, where: str) -> nn.Module:
     module, example, data = module_to_quantize(model, batches, settings.inside, where)
     sizes = SeenSizes(module, example, settings.dynamic)
@@ -280,4 +280,5 @@ class StaticQuant(StaticSettings, Stage):
         return self.samples
 
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
-        return _quantize(model.to(task.device).eval(), calibration_inputs(task, self.samples), self, "StaticQuant")
+        with no_modes_of_caller():
+            return _quantize(model.to(task.device).eval(), calibration_inputs(task, self.samples), self, "StaticQuant")

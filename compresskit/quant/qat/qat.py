@@ -113,10 +113,10 @@ def prepare_qat(model: nn.Module, batches: Batches, *, inside: str | None = None
     refuse_unknown_settings(QATSettings, (), options, {}, "prepare_qat")
     settings = QATSettings(inside=inside, **options)
     settings.check("prepare_qat")
-    return _prepare_model(model, batches, settings, "prepare_qat")[0]
+    with no_modes_of_caller():
+        return _prepare_model(model, batches, settings, "prepare_qat")[0]
 
 
-@no_modes_of_caller()
 def _prepare_model(model: nn.Module, batches: Batches, settings: QATSettings, where: str) -> tuple[nn.Module, Quantized]:
     """The prepared model, and the quantized part of it."""
     module, example, data = module_to_quantize(model, batches, settings.inside, where)
@@ -252,7 +252,8 @@ class QAT(QATSettings, Train):
             )
         model = model.to(task.device).eval()
         with_reference = task if task.reference is not None else replace(task, reference=frozen_copy(model))
-        whole, quantized = _prepare_model(model, calibration_inputs(task, self.samples), self, "QAT")
+        with no_modes_of_caller():
+            whole, quantized = _prepare_model(model, calibration_inputs(task, self.samples), self, "QAT")
 
         def freeze_late(step: int, steps: int) -> None:
             if step >= self.freeze * steps:

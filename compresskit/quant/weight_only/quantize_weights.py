@@ -158,10 +158,10 @@ def quantize_weights(
         storage=storage, skip=skip, dynamic=dynamic, strict=strict,
     )  # fmt: skip
     settings.check("quantize_weights")
-    return _quantize_weights(model, batches, settings, "quantize_weights")
+    with no_modes_of_caller():
+        return _quantize_weights(model, batches, settings, "quantize_weights")
 
 
-@no_modes_of_caller()
 def _quantize_weights(model: nn.Module, batches: Batches, settings: WeightSettings, where: str) -> WeightQuantized:
     """What `quantize_weights` returns. where: the function or stage, for messages."""
     storage, overrides = settings.storage, settings.overrides or {}
@@ -409,4 +409,5 @@ class WeightQuant(WeightSettings, Stage):
 
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         data = calibration_inputs(task, samples) if (samples := self.calibration_samples(model)) else task.example()
-        return _quantize_weights(model.to(task.device).eval(), data, self, "WeightQuant")
+        with no_modes_of_caller():
+            return _quantize_weights(model.to(task.device).eval(), data, self, "WeightQuant")
