@@ -374,7 +374,7 @@ def test_blocks_of_a_candidate_are_not_measured_again(task, tmp_path, monkeypatc
 
 
 def test_a_training_that_makes_it_worse_is_not_handed_over(model, task, tmp_path) -> None:
-    harmful = ck.Train(steps=8, objective=forget, validate_every=0)
+    harmful = ck.Train(steps=8, optimizer=partial(torch.optim.Adam, lr=0.1), objective=forget, validate_every=0)
     found = ck.compress(model, task, ck.at_most(bytes="0.9x"), out=tmp_path / "runs", train=harmful, **QUICK)
     assert found.chosen.untrained
     assert "learning rate" not in found.reason  # there was no short training to compare with

@@ -70,7 +70,7 @@ def original_predictions(model: nn.Module, batches: Sequence[Inputs], task: Task
     for number, inputs in enumerate(batches, 1):
         with torch.no_grad(), no_attention_fastpath(), no_autocast():
             found.append(predict(call_checked(model, inputs, "calibration data")))
-        if not_finite(found[-1]) == "nan":
+        if not_finite(found[-1]) == "nan" and not_finite(inputs):
             raise not_finite_error("calibration data", "a prediction of the model", [inputs], number)
     return found
 
