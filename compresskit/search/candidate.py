@@ -30,7 +30,6 @@ FINER_BELOW = 0.5  # MACs that stay, below which channels are rounded to half as
 MULTIPLE, MULTIPLE_OF_DEPTHWISE = 8, 16  # multiples of channels for which kernels are fast; the second of integer depthwise ones
 QAT_SHARE = 4  # one part of so many of the training is quantization-aware
 ROUNDED_RATE = 0.1  # of the learning rates, for a part that is to stay near the float network
-OF_FLOAT = ("compile",)  # settings of the training without meaning where all of it is quantization-aware
 #: Settings of the training that its quantization-aware part has as they are. It has lower rates, and its own default objective.
 CARRIED_OVER = (
     "param_groups",
@@ -184,7 +183,8 @@ class Candidate:
         """The part of a training that is quantization-aware. given: settings of the quantization."""
         settings = {**given, **{name: getattr(part, name) for name in CARRIED_OVER}}
         if self.changes_structure and not self.trains_in_two_parts:  # what was removed is made up for here
-            settings |= {each.name: getattr(train, each.name) for each in fields(Train) if each.name not in OF_FLOAT}
+            taken = [each.name for each in fields(Train) if each.name != "compile"]  # of float modules alone
+            settings |= {name: getattr(train, name) for name in taken}
         else:
             settings["optimizer"] = partial(at_lower_rates, train.optimizer, ROUNDED_RATE)
             if isinstance(train.schedule, lr.LRSchedule):  # one of torch's may set rates of its own
