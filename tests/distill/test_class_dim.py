@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import compresskit as ck
 from compresskit import distill as kd
 from compresskit.base.errors import ModelError, SettingError
-from compresskit.distill.class_dim import ClassDim, class_dim
+from compresskit.distill.class_dim import ClassDim, check_soft_targets, class_dim
 from compresskit.distill.losses import match_predictions, soft_targets
 from compresskit.distill.losses.top_k import top_k
 from compresskit.search.finals.training import with_objective
@@ -135,12 +135,15 @@ def normal(*shape: int) -> Tensor:
         (F.binary_cross_entropy_with_logits, normal(N, T, C), F.one_hot(LABELS, C).float(), ClassDim(-1)),
         (F.binary_cross_entropy_with_logits, normal(8, C), torch.eye(8, C), ClassDim(1, known=False)),  # two of no class
         (F.binary_cross_entropy_with_logits, normal(8, C), torch.arange(8 * C).reshape(8, C) % 2.0, ClassDim(None)),
+        (F.binary_cross_entropy_with_logits, normal(8, 1), torch.arange(8).view(8, 1) % 2.0, ClassDim(None)),
+        (F.binary_cross_entropy_with_logits, normal(8, 1), torch.ones(8, 1), ClassDim(None)),
         (of_penalized, normal(8, C), {"label": torch.arange(8) % C}, ClassDim(1, known=False)),
         (of_soft_and_penalized, normal(8, C), normal(8, C).softmax(1), ClassDim(1)),
         (of_logarithms, normal(N, T, C).softmax(-1), {"label": LABELS}, ClassDim(-1)),
         (of_checked, -normal(N, T, C).abs(), {"label": LABELS}, ClassDim(-1)),
         (Locked().loss, normal(8, C), {"label": torch.arange(8) % C}, ClassDim(1)),
         (lambda p, y: p["x"], normal(8, 5), [1] * 8, ClassDim(1, known=False)),
+        (lambda p, y: p["x"], normal(8, 5), normal(8, 5), ClassDim(1, known=False)),  # a loss that cannot be asked
         (lambda p, y: p["x"], normal(N, T, C), [1] * N, ClassDim(None, known=False)),
     ],
 )
@@ -209,8 +212,9 @@ def test_a_loss_a_model_and_a_loader_are_left_as_they_are() -> None:
             yield normal(8, C), {"label": torch.arange(8) % C}
 
     loss, model, loader = Averaged(), Counting(), Loader()
-    assert class_dim(ck.Task(train=loader, loss=loss), model, normal(8, C)) == ClassDim(1)
-    assert (loss.count, float(loss.calls), model.calls, loader.epoch) == (0, 0, 0, 0)
+    for given in (loss, loss.forward):  # a method of it, too
+        assert class_dim(ck.Task(train=loader, loss=given), model, normal(8, C)) == ClassDim(1)
+        assert (loss.count, float(loss.calls), model.calls, loader.epoch) == (0, 0, 0, 0)
 
 
 def test_random_numbers_of_loaders_stay_as_they_are() -> None:
@@ -397,3 +401,20 @@ def test_taggers_agree_by_their_classes() -> None:
             ck.metrics.agreement(**settings)
     with pytest.raises(SettingError, match=r"agreement\(outputs=...\): wanted one of"):
         ck.metrics.agreement(["classes"])
+
+
+def test_an_agreement_of_classes_anywhere_leaves_a_tagger_to_its_labels() -> None:
+    """Of three dimensions it does not say which one."""
+    metric = ck.metrics.agreement("classes")
+    assert class_dim(tag_task(metric=metric), nn.Identity(), normal(N, T, C)) == ClassDim(-1)
+    assert class_dim(ck.Task(val=[(normal(8, C),)], metric=metric), nn.Identity(), normal(8, C)) == ClassDim(1)
+
+
+def test_a_dimension_that_is_given_is_one_of_classes() -> None:
+    """Not the batch's, by whatever number; of one that is told, a softmax is of several entries."""
+    assert class_dim(forecasts(), nn.Identity(), normal(8, 5), given=-1) == ClassDim(-1)
+    with pytest.raises(ModelError, match=r"x\(dim=-2\): the model gives predictions \(8, 5\), which have no such dimension"):
+        class_dim(forecasts(), nn.Identity(), normal(8, 5), given=-2, where="x")
+    check_soft_targets("x", partial(soft_targets, dim=-1), nn.Identity(), normal(N, 1, C))
+    with pytest.raises(ModelError, match=r"x\(\): Identity gives one channel, of which a softmax says nothing"):
+        check_soft_targets("x", partial(soft_targets, dim=-1), nn.Identity(), normal(N, T, 1))

@@ -211,6 +211,7 @@ def dimensions(values) -> list[list[str | int]]:
     return [[*value.shape] for value in values]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("quantize", [None, ck.quant.quantize_dynamic, quantize_static], ids=["float", "dynamic", "static"])
 @pytest.mark.parametrize(
     ("kind", "dynamic", "batches", "inputs", "output"),

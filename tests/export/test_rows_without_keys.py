@@ -71,6 +71,7 @@ def check_file(path, model, given) -> None:
     assert proof.passed, proof
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("key_heads", [4, 2])
 @pytest.mark.parametrize("name", MASKS)
 def test_files_agree_where_queries_have_no_key(name, key_heads, tmp_path) -> None:
@@ -157,6 +158,7 @@ WITHOUT_KEYS = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dynamic", [(0,), (0, 1)], ids=["batch", "steps"])
 @pytest.mark.parametrize("name", WITH_KEYS)
 def test_no_operator_is_added_where_every_query_has_a_key(name, dynamic, tmp_path, monkeypatch) -> None:
@@ -170,6 +172,7 @@ def test_no_operator_is_added_where_every_query_has_a_key(name, dynamic, tmp_pat
         assert kinds(path) == kinds(plain)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dynamic", [(0,), (0, 1)], ids=["batch", "steps"])
 @pytest.mark.parametrize("name", WITHOUT_KEYS)
 def test_computed_masks_that_leave_no_key(name, dynamic, tmp_path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import networks
 import pytest
@@ -46,6 +47,7 @@ def tokens_task() -> ck.Task:
 NESTED = "ignore:The PyTorch API of nested tensors"  # which torch's fast path makes, and warns of
 
 
+@pytest.mark.matrix
 @pytest.mark.filterwarnings(NESTED)
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "plain"])
 @pytest.mark.parametrize("name", STAGES)
@@ -76,6 +78,69 @@ def test_a_recipe_prunes_and_quantizes_it(tmp_path) -> None:
 def test_a_teacher_gives_what_its_layers_compute_at_padded_positions() -> None:
     model, inputs = networks.PaddedEncoder().eval(), padded_tokens(4, 10)
     torch.testing.assert_close(Teacher(model).predictions(inputs, tokens_task()), model(*inputs))  # with gradients: all layers
+
+
+MASKED = {
+    "sizes": lambda y, valid: y * valid[..., None].expand(y.size()).float(),
+    "a width": lambda y, valid: y * valid[..., None].expand(-1, -1, y.shape[2]),
+    "repeated": lambda y, valid: y * valid[..., None].repeat(1, 1, y.shape[2]),
+    "tiled": lambda y, valid: y * valid[..., None].tile(1, 1, y.shape[2]),
+    "filled": lambda y, valid: y.masked_fill(~valid[..., None].expand(y.size()), 0),
+    "filled in place": lambda y, valid: y.clone().masked_fill_(~valid[..., None].expand(y.size()), 0),
+    "added": lambda y, valid: y + (1 - valid[..., None].expand(y.size()).float()) * -1e3,
+    "chosen": lambda y, valid: torch.where(valid[..., None].expand(y.size()), y, 0),
+    "beside zeros": lambda y, valid: torch.where(valid[..., None], y, y.new_zeros(y.shape)),
+    "before zeros": lambda y, valid: torch.where(~valid[..., None], y.new_zeros(y.shape), y),
+    "of zeros": lambda y, valid: y * torch.zeros_like(y).masked_fill(valid[..., None], 1.0),
+    "turned": lambda y, valid: (y.transpose(1, 2) * valid[:, None].expand(-1, y.shape[2], -1)).transpose(1, 2),
+    "mean": lambda y, valid: (
+        (y * valid[..., None].expand(y.size())).sum(1, keepdim=True) / valid[..., None].expand(y.size()).sum(1, keepdim=True)
+    ),
+}
+
+
+class MaskedTokens(nn.Module):
+    """A residual stream whose padded tokens code takes out."""
+
+    def __init__(self, masked: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.masked = masked
+        self.enter, self.up, self.down, self.head = nn.Linear(6, 16), nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor, valid: Tensor) -> Tensor:
+        y = self.enter(x)
+        return self.head(self.masked(y + self.down(self.up(y).relu()), valid))
+
+
+def masked_plan(
+    masked: Callable[[Tensor, Tensor], Tensor], **settings: dict[str, float]
+) -> tuple[MaskedTokens, tuple[Tensor, Tensor], Plan]:
+    """The model, its inputs, and a plan of its channels."""
+    torch.manual_seed(0)
+    model, inputs = MaskedTokens(masked).eval(), (torch.randn(4, 7, 6), torch.arange(7) < torch.tensor([7, 3, 2, 5])[:, None])
+    return model, inputs, ck.prune.plan_channels(model, inputs, ck.keep(macs=0.7), round_to=1, **settings)
+
+
+@pytest.mark.parametrize("how", MASKED)
+def test_a_mask_as_wide_as_the_tokens_locks_no_channels(how) -> None:
+    model, inputs, plan = masked_plan(MASKED[how], ratios={"enter": 0.5})
+    assert len(plan.remove["head.weight"][1]) == 8
+    assert [*plan.locked] == ["an output of the model"]
+    assert_equals_zeroed(model, plan, inputs)
+
+
+@pytest.mark.parametrize(
+    ("masked", "reason"),
+    [
+        (lambda y, valid: y * valid[..., None].expand(-1, -1, 16), "mul in the model with a value of a size written in the code"),
+        (lambda y, valid: y * (valid[..., None].expand(y.size()) & (torch.arange(16) > 3)), "cannot be cut, by mul in the model"),
+    ],
+    ids=["a width in code", "channels"],
+)
+def test_a_mask_of_one_width_locks_channels(masked, reason) -> None:
+    model, inputs, plan = masked_plan(masked)
+    assert any(reason in locked for locked in plan.locked), plan.locked
+    assert_equals_zeroed(model, plan, inputs)
 
 
 class Emptied(nn.Module):

@@ -34,6 +34,11 @@ UNLABELLED = [(torch.randn(8, 3, 16, 16),) for _ in range(2)]
 LABELLED = [(torch.randn(8, 3, 16, 16), torch.arange(8)) for _ in range(2)]
 
 
+def test_validation_data_without_labels_are_named() -> None:
+    with pytest.raises(DataError, match=r"Task\(val=...\): the metric reads targets, which its batches have not"):
+        preflight_check(networks.Chain(), ck.Task(val=UNLABELLED))
+
+
 @pytest.mark.parametrize(
     ("stage", "name"),
     [
@@ -305,6 +310,7 @@ def pictures(*shapes: tuple[int, ...]) -> list[tuple[torch.Tensor, torch.Tensor]
 FIRST, OTHERS = (8, 12, 12), ((8, 9, 12), (4, 9, 7))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("stages", "dynamic", "wanted"),
     [

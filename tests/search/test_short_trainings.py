@@ -346,3 +346,14 @@ def test_only_a_file_that_keeps_the_ceilings_lets_others_be_given_up(over, best,
         t.figures = replace(t.figures, drop=9.0)  # none is better without its training
     assert finals.run([*candidates.values()], 3) is candidates[best]
     assert [t.stopped for t in candidates.values()][:2] == fractions
+
+
+def test_of_a_metric_that_should_be_small_its_growth_is_lost(trainings, monkeypatch) -> None:
+    monkeypatch.setattr(Workshop, "compressed", lambda *_, **__: (None, None))
+    monkeypatch.setitem(ShortTrainings._outcome.__globals__, "evaluate", lambda model, task: 0.7)
+    shop = trainings.finals.workshop
+    shop = replace(shop, task=replace(shop.task, higher_is_better=False))
+    dense = replace(trainings.dense, metric=0.5)
+    candidates = [tried(0.5, macs=0.5), tried(0.6, macs=0.3)]
+    replace(trainings, finals=replace(trainings.finals, workshop=shop), dense=dense).enter_(candidates)
+    assert [t.short for t in candidates] == pytest.approx([0.2, 0.2])

@@ -74,6 +74,7 @@ def test_a_file_that_runs_at_the_size_of_its_example_alone_is_warned_of(tmp_path
     assert "does not run" in proof.other_sizes
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("quantize", [None, quantize_static, quantize_dynamic])
 @pytest.mark.parametrize("network", [networks.Residual, networks.Chain])
 def test_files_that_are_right_at_every_size_are_not_warned_of(network, quantize, tmp_path) -> None:

@@ -32,6 +32,7 @@ class Deformed(nn.Module):
         return self.layer(x, 2 * where[:, : self.count], mask)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("opset", [None, "lowest"])
 @pytest.mark.parametrize(
     "model",

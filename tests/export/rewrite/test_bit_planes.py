@@ -97,6 +97,9 @@ def test_what_saves_less_than_it_costs_stays(monkeypatch) -> None:
 def test_the_narrowest_width() -> None:
     assert doctest.testmod(bit_planes).failed == 0
     assert bit_planes.bits_needed(np.array([0, 0])) == 2
+    for bits in range(3, 9):  # one more than fits in a bit less
+        assert bit_planes.bits_needed(np.array([0, 2 ** (bits - 2)])) == bits
+        assert bit_planes.bits_needed(np.array([-(2 ** (bits - 2)) - 1, 0])) == bits
 
 
 def test_files_of_odd_widths_run_in_integers_and_say_what_they_store(tmp_path) -> None:

@@ -42,14 +42,14 @@ def test_windows_that_are_cut_at_the_border_are_averaged_in_float(tmp_path: Path
 
 
 class Padded(nn.Module):
-    """Pads a quantized value by a mode that needs no number, and gives one."""
+    """Pads a quantized value; most modes need no number, and get one."""
 
-    def __init__(self, mode: str) -> None:
+    def __init__(self, mode: str, number: float = 0.0) -> None:
         super().__init__()
-        self.mode, self.first, self.last = mode, nn.Conv1d(3, 8, 3), nn.Conv1d(8, 4, 3)
+        self.mode, self.number, self.first, self.last = mode, number, nn.Conv1d(3, 8, 3), nn.Conv1d(8, 4, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(nn.functional.pad(self.first(x), (2, 1), self.mode, 0.0))
+        return self.last(nn.functional.pad(self.first(x), (2, 1), self.mode, self.number))
 
 
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular", "constant"])
@@ -59,6 +59,17 @@ def test_a_number_that_padding_does_not_read_is_left_out(mode, tmp_path: Path) -
     quantized = ck.quant.quantize_static(Padded(mode).eval(), [(x,)])
     path = ck.export_onnx(quantized, tmp_path / "f.onnx", (x,))
     assert ck.verify_onnx(path, quantized, [(x,), (x[:1],)]).passed
+
+
+def test_a_number_that_is_not_zero_is_padded_with(tmp_path: Path) -> None:
+    """The zero point does not stand for it."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, 20)
+    model = Padded("constant", 3.0).eval()
+    quantized = ck.quant.quantize_static(model, [(x,)])
+    path = ck.export_onnx(quantized, tmp_path / "f.onnx", (x,))
+    assert ck.verify_onnx(path, quantized, [(x,), (x[:1],)]).passed
+    assert (quantized(x) - model(x)).norm() < 0.1 * model(x).norm()
 
 
 @pytest.mark.parametrize("dynamic", [(0,), (0, 2, 3)], ids=str)

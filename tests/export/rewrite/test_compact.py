@@ -32,8 +32,8 @@ def test_a_compact_file_is_smaller_and_computes_the_same(tmp_path) -> None:
 
 def test_names_that_are_taken_stay() -> None:
     node = onnx.helper.make_node
-    scale, zero = onnx.numpy_helper.from_array(np.float32(0.5), "q1"), onnx.numpy_helper.from_array(np.uint8(3), "d1")
-    nodes = [node("QuantizeLinear", ["x", "q1", "d1"], ["a"], axis=1), node("DequantizeLinear", ["a", "q1", "d1"], ["y"], axis=0)]
+    scale, zero = onnx.numpy_helper.from_array(np.float32(0.5), "q0"), onnx.numpy_helper.from_array(np.uint8(3), "d1")
+    nodes = [node("QuantizeLinear", ["x", "q0", "d1"], ["a"], axis=1), node("DequantizeLinear", ["a", "q0", "d1"], ["y"], axis=0)]
     value = onnx.helper.make_tensor_value_info
     graph = onnx.helper.make_graph(nodes, "g", [value("x", 1, [4])], [value("y", 1, [4])], [scale, zero])
     model = ir.from_proto(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=9))

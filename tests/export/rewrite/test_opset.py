@@ -26,6 +26,12 @@ NUMBERS = {
     "weight": np.linspace(0.5, 2, 7, dtype=np.float32),
     "bias": np.linspace(-1, 1, 7, dtype=np.float32),
     "shape": np.array([2, -1], np.int64),
+    "two pads": np.array([1, 2, 3, 0], np.int64),
+    "two axes": np.array([-1, 1], np.int64),
+    "table": np.linspace(0.5, 2, 21, dtype=np.float32).reshape(3, 7),
+    "no rows": np.array([0, 21], np.int64),
+    "boxes": np.array([[0, 0, 2, 2]], np.float32),
+    "rows": np.array([0], np.int64),
 }
 #: Operators in the form of opset 18: inputs, outputs, attributes. The input x is (2, 3, 7).
 FORMS = {
@@ -58,9 +64,16 @@ def run(proto: onnx.ModelProto) -> list[np.ndarray]:
     return onnxruntime.InferenceSession(proto.SerializeToString()).run(None, {"x": x})
 
 
-@pytest.mark.parametrize("operator", FORMS)
-def test_an_operator_in_opset_13_computes_what_it_does_in_18(operator: str) -> None:
-    proto = file_of(operator, *FORMS[operator])
+@pytest.mark.parametrize(
+    ("operator", "form"),
+    [
+        *FORMS.items(),
+        ("Pad", (["x", "two pads", "", "two axes"], 1, {})),
+        ("LayerNormalization", (["x", "table"], 1, {"axis": -2})),
+    ],
+)
+def test_an_operator_in_opset_13_computes_what_it_does_in_18(operator: str, form: tuple) -> None:
+    proto = file_of(operator, *form)
     model = ir.from_proto(onnx.shape_inference.infer_shapes(proto))
     assert lowest_opset(model) == 13
     lower_opset_(model, 13)
@@ -68,6 +81,21 @@ def test_an_operator_in_opset_13_computes_what_it_does_in_18(operator: str) -> N
     assert (model.graph.opset_imports[""], model.ir_version) == (13, 7)
     for got, wanted in zip(run(ir.to_proto(model)), run(proto), strict=True):
         np.testing.assert_allclose(got, wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("operator", "form"),
+    [
+        ("ReduceMax", (["x"], 1, {"noop_with_empty_axes": 1})),
+        ("Reshape", (["x", "no rows"], 1, {"allowzero": 1})),
+        ("RoiAlign", (["x", "boxes", "rows"], 1, {})),
+    ],
+)
+def test_what_a_setting_changes_has_no_form_in_an_opset_without_it(operator: str, form: tuple) -> None:
+    """Older operators reduce all dimensions, take the size of the input for one of 0, and place samples half a pixel beside."""
+    model = ir.from_proto(file_of(operator, *form))
+    assert first_unknown(model, 13).startswith(f"opset 13 has no {operator} as the file needs it")
+    assert first_unknown(model, 18) == ""
 
 
 def test_what_has_no_form_in_an_opset_is_named() -> None:

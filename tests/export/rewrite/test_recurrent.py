@@ -137,6 +137,21 @@ def test_recurrent_layers_between_other_operators(tmp_path) -> None:
     assert all(runs(file, model, batch) < 1e-5 for batch in batches)
 
 
+@pytest.mark.parametrize("made", [lambda rows: torch.full((1, rows, 6), 0.5), lambda rows: torch.zeros(1, rows, 6) + 0.5])
+def test_a_first_state_that_the_code_makes_is_kept(made, tmp_path) -> None:
+    class Begun(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gru = nn.GRU(5, 6, batch_first=True)
+
+        def forward(self, x):
+            return self.gru(x, made(x.shape[0]))[0]
+
+    model = Begun().eval()
+    file = ck.export_onnx(model, tmp_path / "f.onnx", (torch.randn(2, 4, 5),), dynamic=(0, 1))
+    assert runs(file, model, (torch.randn(3, 7, 5),)) < 1e-5
+
+
 def test_computed_weights_are_refused(tmp_path) -> None:
     class Computed(nn.Module):
         def __init__(self):

@@ -55,6 +55,7 @@ CASES = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("settings", "factors"), CASES, ids=str)
 @pytest.mark.parametrize("dynamic", [(0,), (), (0, 1)])
 def test_a_file_looks_up_and_has_no_loop(settings, factors, dynamic, tmp_path) -> None:

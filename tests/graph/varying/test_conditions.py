@@ -12,6 +12,7 @@ from torch import nn
 import compresskit as ck
 from compresskit.base.errors import ModelError
 from compresskit.graph.capture import capture, module_path
+from compresskit.graph.varying.condition_syntax import holds
 from compresskit.graph.varying.other_traces import traced_after_other_sizes, traced_by_code
 from compresskit.measure import session
 
@@ -387,3 +388,8 @@ def test_a_size_computed_of_others_that_is_fixed_is_warned_of() -> None:
     wanted = r"are right only where .*\(x\.size\(3\)\*x\.size\(2\)\) == 24.*; for inputs of shape \[\(2, 3, \d, \d\)\]"
     with pytest.warns(UserWarning, match=rf"Pixels decides by the sizes of its inputs: .*{wanted}"):
         capture(Pixels(), torch.randn(2, 3, 6, 4), dynamic=(0, 2, 3))
+
+
+@pytest.mark.parametrize(("size", "wanted"), [(3, False), (4, True), (8, True), (9, False)])
+def test_all_of_a_chain_of_comparisons_has_to_hold(size, wanted) -> None:
+    assert holds("4 <= L['x'].size()[1] <= 8", {"x": torch.ones(2, size)}) is wanted

@@ -130,3 +130,39 @@ def test_a_group_of_blocks_is_not_one_block() -> None:
 
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), Group())
     assert list(find_blocks(model.eval(), image(2)).removable) == ["2.blocks.0", "2.blocks.1"]
+
+
+@pytest.mark.parametrize("result", [lambda y: (y, {"hidden": y}), lambda y: (y, [y]), lambda y: (y, y.mean())])
+def test_a_block_whose_other_results_cannot_be_given_stays(result) -> None:
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.branch = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return result(x + self.branch(x).relu())
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks, self.head = nn.ModuleList([Block(), Block()]), nn.Linear(8, 2)
+
+        def forward(self, x):
+            for block in self.blocks:
+                x, _ = block(x)
+            return self.head(x)
+
+    assert find_blocks(Model().eval(), (torch.randn(2, 8),)).removable == {}
+
+
+def test_a_block_that_has_two_names_stays() -> None:
+    class Aliased(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.blocks, self.head = nn.Conv2d(3, 8, 3), nn.ModuleList([Basic(8, 8), Basic(8, 8)]), nn.Conv2d(8, 2, 1)
+            self.first = self.blocks[0]
+
+        def forward(self, x):
+            return self.head(self.blocks[1](self.first(self.stem(x).relu())))
+
+    assert list(find_blocks(build(Aliased), image(2)).removable) == ["blocks.1"]

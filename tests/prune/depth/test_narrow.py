@@ -70,3 +70,11 @@ def test_distill_trains_it() -> None:
 def test_bad_settings(settings, message) -> None:
     with pytest.raises(SettingError, match=message):
         narrow(build(networks.Chain), image(2), **settings)
+
+
+def test_what_is_ignored_keeps_its_width_and_its_blocks() -> None:
+    student = narrow(build(ResNet), image(2), width=0.5, blocks=2, round_to=2, ignore=("layer2",))
+    removed = [name for name, module in student.named_modules() if type(module).__name__ == "Bypass"]
+    assert len(removed) == 2
+    assert not any(name.startswith("layer2") for name in removed)
+    assert student.layer2[1].a[0].weight.shape == (16, 16, 3, 3)

@@ -18,6 +18,7 @@ import compresskit as ck
 from compresskit.base.errors import CheckpointError, ModelError, SettingError
 from compresskit.prune import plan_channels
 from compresskit.prune.depth import BlockPlan, costs, importance, plan_blocks
+from compresskit.prune.depth.find_blocks import find_blocks
 from compresskit.prune.depth.plan_blocks import ORDER_ROUNDS, order_blocks
 
 MACS = {"cost": costs.macs}
@@ -340,3 +341,61 @@ def test_outputs_that_say_little_hide_no_block_that_cannot_go(last) -> None:
 def test_no_block_is_removed_where_no_output_is_finite() -> None:
     with pytest.raises(SettingError, match="blocks.1.*cannot be removed: no output of the model is finite on the example"):
         plan_blocks(Clipped(lambda y: y * float("nan")).eval(), torch.randn(8, 12), blocks=("blocks.1",), **MACS)
+
+
+def test_equal_blocks_of_other_sizes_are_timed_apart(monkeypatch) -> None:
+    """Behind a pooling, a block takes a fourth of the time."""
+    monkeypatch.setattr(costs, "_milliseconds", lambda model, block, args, kwargs, form: float(args[0].shape[-1]))
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, 1, 1), nn.ReLU(), Basic(8, 8), Basic(8, 8), nn.AvgPool2d(2), Basic(8, 8)).eval()
+    found = find_blocks(model, image(2)).removable
+    assert costs.milliseconds(model, image(2), found) == {"2": 16.0, "3": 16.0, "5": 8.0}
+
+
+def test_random_numbers_are_left_as_they_were() -> None:
+    """The proof runs the model in train mode, where its dropout draws some."""
+    model, inputs = build(Transformer), image(2)
+    before = torch.get_rng_state()
+    assert plan_blocks(model, inputs, blocks=1, importance=importance.influence, **MACS).blocks
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_plan_is_for_blocks_of_its_sizes() -> None:
+    plan, wider = plan_blocks(build(ResNet), image(2), blocks=("layer1.1",), **MACS), ResNet(width=10)
+    with pytest.raises(ModelError, match=r"layer1.1.*: the plan was made for shape \(8, 8, 3, 3\), this ResNet has \(10, 10"):
+        plan.apply_(wider)
+
+
+def test_a_relu_that_would_change_other_inputs_keeps_its_block() -> None:
+    """The example alone, of pixels that are all positive, does not show it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(ClippedBlock(), nn.Linear(16, 3)).eval()
+    with pytest.raises(ModelError, match="it has 0: its input is not what is left with its branch at zero, .* where a ReLU"):
+        plan_blocks(model, torch.rand(8, 16), blocks=("0",), importance=importance.influence, **MACS)
+
+
+def test_a_budget_of_files_is_met_as_measured(monkeypatch) -> None:
+    """Counted, two blocks are enough; the file has something beside the parameters."""
+    model = build(ResNet)
+
+    def share_of(small: nn.Module) -> float:
+        return ck.count_parameters(small) / ck.count_parameters(model)
+
+    class Measured:
+        def __init__(self, *_) -> None:
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_) -> None:
+            pass
+
+        def measure(self, small):
+            return share_of(small) + 0.03, str(share_of(small) + 0.03)
+
+    monkeypatch.setitem(order_blocks.__globals__, "ExportedCandidates", Measured)
+    settings = {"importance": importance.influence, **MACS}
+    kept = share_of(plan_blocks(model, image(2), blocks=2, **settings).apply_(copy.deepcopy(model))) + 0.01
+    plan = plan_blocks(model, image(2), ck.keep(bytes=kept), **settings)
+    assert len(plan.blocks) == 3
+    assert float(plan.note) <= kept

@@ -9,6 +9,7 @@ from torch import nn
 
 from compresskit.prune.channels.reconstruct import input_statistics
 from compresskit.prune.low_rank import factored, spectrum
+from compresskit.prune.low_rank.factorize import tucker_lost
 
 LAYERS = {
     "wide": (lambda: nn.Linear(20, 12), (5, 20)),
@@ -79,3 +80,11 @@ def test_what_was_frozen_of_a_layer_is_frozen_of_its_factors(weight, bias) -> No
     first, last = factored(layer, (5,), spectrum(layer, None))
     assert first.weight.requires_grad == last.weight.requires_grad == weight
     assert last.bias.requires_grad == bias
+
+
+def test_what_both_ranks_lose_is_a_bound() -> None:
+    torch.manual_seed(0)
+    layer = nn.Conv2d(8, 12, 3)
+    directions = spectrum(layer, None)
+    for ranks in ((2, 12), (4, 12), (8, 3), (2, 2)):
+        assert 1e-3 < tucker_lost(layer, ranks, directions) <= directions.lost(ranks) + 1e-9

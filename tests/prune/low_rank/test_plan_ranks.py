@@ -283,3 +283,45 @@ def test_a_layer_that_is_called_twice_saves_twice() -> None:
     plan = plan_ranks(model, x, ck.keep(macs=0.6), round_to=1)
     assert plan.macs == ck.count_macs(plan.apply_(model), x) <= 0.6 * plan.macs_before
     assert plan.macs > 0.5 * plan.macs_before
+
+
+def test_ignore_names_modules_and_no_beginnings_of_names() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(11)], nn.Linear(32, 4)).eval()
+    locked = plan_ranks(model, torch.randn(4, 32), ck.keep(macs=0.8), ignore=("1",)).locked
+    assert [name for name, reason in locked.items() if reason == "ignore="] == ["1"]
+
+
+def test_a_layer_that_has_two_names_stays() -> None:
+    """It could be replaced at one of its places only."""
+    torch.manual_seed(0)
+    shared = nn.Linear(32, 32)
+    model = nn.Sequential(shared, nn.ReLU(), shared, nn.ReLU(), nn.Linear(32, 32)).eval()
+    plan = plan_ranks(model, torch.randn(4, 32), ck.keep(macs=0.9), round_to=1)
+    assert plan.locked["0"] == "its weights are tied to another layer's"
+    assert [line.layer for line in plan.lines] == ["4"]
+
+
+def test_a_plan_is_for_layers_of_its_sizes_without_masks() -> None:
+    def made(width: int) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(16, width), nn.Linear(width, width), nn.Linear(width, 4)).eval()
+
+    plan = plan_ranks(made(32), torch.randn(4, 16), ck.keep(macs=0.8))
+    with pytest.raises(ModelError, match=r"a layer with weights \(32, 32\), this Sequential has \(48, 48\); apply the plan"):
+        plan.apply_(made(48))
+    masked = made(32)
+    ck.prune.plan_mask(masked, ck.remove(weights=0.5)).apply_(masked)
+    with pytest.raises(ModelError, match="Sequential has masks, which are for whole layers; factor layers first, then Sparsify"):
+        plan.apply_(masked)
+    with pytest.raises(CheckpointError, match="the plan of ranks was changed after it was made"):
+        RankPlan.from_json(plan.to_json() | {"sizes": {}})
+
+
+@pytest.mark.parametrize("hook", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"])
+def test_a_layer_with_a_hook_of_the_users_stays_whole(hook) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).eval()
+    getattr(model[0], hook)(lambda *_: None)
+    plan = plan_ranks(model, torch.randn(4, 32), ck.keep(macs=0.9), round_to=1)
+    assert plan.locked == {"0": "it has hooks of its own"}

@@ -87,6 +87,7 @@ def test_samples_are_unusual_only_where_they_are_few_and_large() -> None:
     x = image(40)[0]
     quantized = quantize_static(model, [(x,)])
     assert without_unusual(quantized, [(x[:20],), (x[20:],)])[1:] == (0, 1.0)
+    assert all(quantizer.enabled for quantizer in quantized.quantizers())
     x[7] *= 50
     rest, count, times = without_unusual(quantized, [(x[:20],), (x[20:],)])
     assert (count, [len(part[0]) for part in rest]) == (1, [19, 20])

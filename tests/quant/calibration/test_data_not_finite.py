@@ -21,6 +21,7 @@ LEARNERS = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("value", "held"), [(float("nan"), "nan"), (float("inf"), "infinite values")])
 @pytest.mark.parametrize("name", LEARNERS)
 def test_a_batch_that_is_not_finite_is_named(name, value, held) -> None:

@@ -132,3 +132,17 @@ def test_an_effort_level_tries_both_and_says_what_they_bought() -> None:
     assert names.index("align sums") < names.index("narrow ranges")
     assert any(remedy.kept and remedy.name == "align sums" for remedy in quantized.origin.remedies)
     assert exact_sums(quantized.body)
+
+
+def test_a_widened_range_begins_where_it_did() -> None:
+    def beginnings() -> list[float]:
+        return [float((q.scheme.low - q.zero_point) * q.scale) for q in quantized.activation_quantizers()]
+
+    model, x = build(Blocks), image(32)
+    quantized = quantized_of(model, x)
+    scales, before = [float(q.scale) for q in quantized.activation_quantizers()], beginnings()
+    align_sums_(quantized, noise_on(x))
+    widened = [float(q.scale) for q in quantized.activation_quantizers()]
+    assert any(b > 1.1 * a for a, b in zip(scales, widened, strict=True))
+    for a, b, scale in zip(before, beginnings(), widened, strict=True):
+        assert abs(a - b) <= 0.51 * scale

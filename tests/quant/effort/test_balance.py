@@ -225,3 +225,45 @@ def test_values_whose_noise_fp32_does_not_hold_stay_as_they_are() -> None:
     captured = capture(copy_model(model), x)
     assert for_least_noise_(captured, model, x) == 0
     torch.testing.assert_close(captured.module(*x), model(*x))
+
+
+@pytest.mark.parametrize("gate", [torch.sigmoid, torch.relu])
+def test_a_gate_has_a_factor_of_one(gate) -> None:
+    """Also where it is made by what hands factors on; uneven channels of a gate do not make it less."""
+
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.gate, self.b = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 4, 1)
+            with torch.no_grad():
+                for layer in (self.a, self.gate):
+                    layer.weight.mul_(torch.logspace(-1, 0.5, 8).view(-1, 1, 1, 1))
+
+        def forward(self, x):
+            x = torch.relu(self.a(x))
+            return self.b(x * gate(self.gate(x.mean((2, 3), keepdim=True))))
+
+    model, x = build(Gated), image(8)
+    captured = capture(copy_model(model), x)
+    assert balance_channels_(captured.module, [x]) == 8
+    with torch.no_grad():
+        torch.testing.assert_close(captured.module(*x), model(*x), rtol=1e-4, atol=1e-5)
+
+
+def test_layers_that_share_a_bias_keep_their_factors() -> None:
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 1)
+            self.d, self.b.bias = nn.Conv2d(8, 4, 1), self.a.bias
+            with torch.no_grad():
+                self.a.weight.mul_(torch.logspace(-1, 0.5, 8).view(-1, 1, 1, 1))
+
+        def forward(self, x):
+            return self.c(torch.relu(self.a(x))) + self.d(torch.relu(self.b(x)))
+
+    model, x = build(Shared), image(8)
+    captured = capture(copy_model(model), x)
+    balance_channels_(captured.module, [x])
+    with torch.no_grad():
+        torch.testing.assert_close(captured.module(*x), model(*x), rtol=1e-4, atol=1e-5)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import networks
 import oracles
@@ -18,9 +20,9 @@ from compresskit.base.errors import DataError, SettingError
 from compresskit.quant import X86, Quantized, correct_bias_, quantize_static, static
 from compresskit.quant.build import build_quantized
 from compresskit.quant.effort import improve, trials
-from compresskit.quant.effort.biases import correct_biases_
+from compresskit.quant.effort.biases import correct_biases_, correct_weight_errors_
 from compresskit.quant.effort.ranges import SeveralRanges, choose_ranges_
-from compresskit.quant.effort.samples import OutputError, halves, joined_samples
+from compresskit.quant.effort.samples import OutputError, halves, joined_samples, mean_decibels, tell_of_loss
 from compresskit.quant.effort.tuning import minimise_error_
 from compresskit.quant.measured_placement import beside_float
 from compresskit.quant.measured_placement.latency_search import MeasuredChoice
@@ -34,6 +36,14 @@ def test_halves_share_the_rows_of_every_batch() -> None:
     rows = [torch.cat([b[0] for b in part]).tolist() for part in (fit, judge)]
     assert sorted(rows[0] + rows[1]) == list(range(21))
     assert min(map(len, rows)) >= 9
+
+
+@pytest.mark.parametrize("error", [math.nan, math.inf])
+def test_an_output_that_is_not_finite_is_the_worst(error, caplog) -> None:
+    assert mean_decibels([0.01, error]) == pytest.approx((20 - 120) / 2)
+    found = SimpleNamespace(of=lambda model: [0.01, error], outputs=[[torch.ones(2), torch.ones(2)]])
+    tell_of_loss(found, nn.Identity(), "x", "see y")
+    assert "x: the poorest output on the example has -120.0 dB against that of the float model; see y" in caplog.text
 
 
 def test_samples_of_one_shape_are_joined() -> None:
@@ -78,6 +88,24 @@ def test_biases_in_one_pass_are_those_of_a_pass_for_each_layer() -> None:
     biases = [dict(q.body.named_parameters()) for q in (one, many)]
     for name, value in biases[0].items():
         torch.testing.assert_close(value, biases[1][name], rtol=0, atol=2e-2 * float(value.detach().abs().max()), msg=name)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"), [(nn.Conv2d(3, 6, 3), (3, 8, 8)), (nn.Linear(8, 6), (6, 8))], ids=["convolution", "tokens"]
+)
+def test_the_mean_error_of_rounded_weights_is_corrected(layer, shape) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(layer).eval(), torch.randn(16, *shape) + 1
+    quantized = quantize_static(model, [(x,)], target=W3)
+
+    def largest() -> float:
+        with torch.no_grad(), quantized.float_activations():
+            error = model(x) - quantized(x)
+        return float(error.movedim(-1 if len(shape) == 2 else 1, 0).flatten(1).mean(1).abs().max())
+
+    before = largest()
+    assert correct_weight_errors_(quantized, (x,)) == 1
+    assert largest() < 0.05 * before
 
 
 def test_tuning_brings_the_outputs_closer_and_keeps_scales_frozen() -> None:

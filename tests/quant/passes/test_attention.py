@@ -68,6 +68,8 @@ READ_ELSEWHERE: dict[str, Callable[[Attention, Tensor], Any]] = {
     ),
     "slices that overlap": lambda n, x: of(n.qkv(x), lambda h: n.out(attend(h[..., :16], h[..., 16:32], h[..., 20:36]))),
     "softmax along rows": lambda n, x: n.out(weights(n, x).transpose(-1, -2) @ n.v(x)),
+    "softmax along columns": lambda n, x: n.out((n.q(x) @ n.k(x).transpose(-1, -2)).softmax(-2) @ n.v(x)),
+    "tokens that are parts of channels": lambda n, x: n.qkv(attend(*(p(x).reshape(-1, 10, 8) for p in (n.q, n.k, n.v)))),
     "a part of the weights": lambda n, x: n.out(with_sink(n, x) @ n.v(x)),
 }
 SHIFTED: dict[str, Callable[[Attention, Tensor], Any]] = {

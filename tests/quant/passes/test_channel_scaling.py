@@ -47,6 +47,8 @@ READS: dict[str, Callable[[Net, Tensor], Any]] = {
     "product and addend": lambda n, x: of(n.norm(n.a(x)), lambda h: torch.addmm(h, h, n.matrix)),
     "scaled bias": lambda n, x: torch.addmm(n.vector, n.a(x), n.matrix, beta=0.5, alpha=2.0),
     "weight as bias": lambda n, x: n.b(F.layer_norm(n.a(x), (16,), n.vector, n.vector)),
+    "norm with a bias alone": lambda n, x: n.b(F.layer_norm(n.a(x), (16,), None, n.vector)),
+    "one channel as often as there are": lambda n, x: n.b(n.norm(n.a(x)).unsqueeze(1).expand(-1, 16, -1)[..., 0]),
     "bias in two places": lambda n, x: n.b(n.a(x)) + n.b.bias,
     "weight in two places": lambda n, x: n.a(x) @ n.matrix @ n.matrix,
     "layer called twice": lambda n, x: of(n.a(x), lambda h: n.square(h) * n.square(h)),

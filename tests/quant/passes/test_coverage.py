@@ -67,3 +67,37 @@ def test_slopes_that_differ_between_channels_stay_float() -> None:
     """Behind a convolution of more products than the target wants to compute twice."""
     model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.PReLU(32), nn.Conv2d(32, 4, 3), nn.PReLU(4)).eval()
     assert quantize_static(model, [image(16)]).placement.floating == {"prelu_1": "its slopes differ between channels"}
+
+
+def test_products_of_values_count_for_one_sample() -> None:
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k = nn.Linear(8, 16), nn.Linear(8, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.q(x) @ self.k(x).transpose(1, 2)
+
+    model, x = Scores().eval(), torch.randn(16, 5, 8)
+    assert quantize_static(model, [(x,)]).placement.coverage.macs[1] == count_macs(model, x) == 2 * 5 * 8 * 16 + 5 * 16 * 5
+
+
+def test_a_transposed_convolution_in_groups_counts_what_it_reads() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ConvTranspose2d(8, 8, 4, stride=2, padding=1, groups=8)).eval()
+    coverage = quantize_static(model, [image(16)]).placement.coverage
+    assert coverage.layers == (1, 2)
+    assert coverage.macs[1] == count_macs(model, image(2))
+
+
+def test_a_recurrent_layer_multiplies_once_a_step() -> None:
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(8, 6, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.lstm(x)[0]
+
+    x = torch.randn(3, 10, 8)
+    coverage = ck.quant.quantize_dynamic(Last().eval(), (x,), dynamic=(0, 1)).placement.coverage
+    assert coverage.macs[1] == 10 * (24 * 8 + 24 * 6)

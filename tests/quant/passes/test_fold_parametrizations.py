@@ -11,6 +11,7 @@ from torch.nn.utils import parametrizations
 
 import compresskit as ck
 from compresskit.graph.capture import capture
+from compresskit.graph.masks import Masks, attach_masks_, masks_of
 from compresskit.quant.passes.fold_parametrizations import fold_parametrizations_
 
 
@@ -56,14 +57,36 @@ def test_folding_keeps_the_outputs_to_the_bit() -> None:
     assert {"a.weight", "b.weight", "c.weight"} <= set(dict(captured.module.named_parameters()))
 
 
-@pytest.mark.parametrize("frozen", [True, False])
-def test_frozen_parametrizations_stay_frozen(frozen) -> None:
+@pytest.mark.parametrize("trained", [[], ["original0", "original1"], ["original1"]], ids=["none", "all", "the direction"])
+def test_what_is_computed_of_trained_parameters_is_trained(trained) -> None:
     model = Computed().eval()
-    for p in model.a.parameters():
-        p.requires_grad_(not frozen)
+    for name, p in model.a.parametrizations.weight.named_parameters():
+        p.requires_grad_(name in trained)
     captured = capture(model, image(4))
     fold_parametrizations_(captured.module)
-    assert captured.module.get_parameter("a.weight").requires_grad is not frozen
+    assert captured.module.get_parameter("a.weight").requires_grad is bool(trained)
+
+
+class Turned(nn.Module):
+    """A matrix that is stored as (inputs, outputs)."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.turned = nn.Linear(8, 16), nn.Parameter(torch.randn(16, 10))
+
+    def forward(self, x):
+        return F.linear(F.relu(self.first(x)), self.turned.t())
+
+
+def test_the_mask_of_a_turned_matrix_is_turned() -> None:
+    model = Turned().eval()
+    mask = torch.rand(16, 10) > 0.5
+    with torch.no_grad():
+        model.turned.mul_(mask)
+    attach_masks_(model, Masks({"turned": mask}))
+    found = masks_of(ck.quant.quantize_static(model, [(torch.randn(16, 8),)]))
+    assert found is not None
+    assert [torch.equal(each.t(), mask) for each in found.masks.values()] == [True]
 
 
 def test_weights_that_depend_on_inputs_are_not_folded() -> None:

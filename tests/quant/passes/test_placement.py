@@ -34,6 +34,12 @@ def test_skipped_modules_stay_float(tmp_path) -> None:
     assert len(audit.floating) == 1
 
 
+def test_a_skipped_name_is_no_beginning_of_others() -> None:
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(11)]).eval()
+    placement = quantize_static(model, [torch.randn(16, 8)], skip=("1",)).placement
+    assert [placement.layers[node] for node in placement.floating] == ["1"]
+
+
 @pytest.mark.parametrize(("name", "reason"), [("x", "it reads x, which the user skipped"), ("cat", "it reads cat, which")])
 def test_values_of_the_root_module_are_skipped_by_name(name, reason) -> None:
     class Joined(nn.Module):

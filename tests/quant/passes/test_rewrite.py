@@ -65,6 +65,48 @@ def test_a_convolution_whose_result_is_quantized_stays_one() -> None:
     assert kinds["mix"] == "conv"
 
 
+class BothWays(nn.Conv2d):
+    """One convolution at two places."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + super().forward(x.flip(3))
+
+
+@pytest.mark.parametrize("how", ["a rest", "groups", "two places"])
+def test_other_patches_stay_convolutions(how: str) -> None:
+    torch.manual_seed(0)
+    model, x = Mixer(), torch.randn(16, 3, *[18 if how == "a rest" else 16] * 2)
+    if how == "groups":
+        model.down = nn.Conv2d(16, 24, 2, stride=2, groups=2)
+    if how == "two places":
+        model.stem = BothWays(3, 16, 4, stride=4)
+    model.eval()
+    quantized = quantize_static(model, [x])
+    linear = {quantized.placement.layers[node] for node, kind in quantized.placement.integer.items() if kind == "linear"}
+    assert ("down" if how == "groups" else "stem") not in linear
+    quantized.enable_(False)
+    torch.testing.assert_close(quantized(x[:5]), model(x[:5]), atol=1e-5, rtol=1e-4)
+
+
+def test_a_norm_whose_factor_is_computed_keeps_it() -> None:
+    """It is no depthwise convolution with stored weights."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.log, self.conv = nn.BatchNorm2d(3), nn.Parameter(torch.randn(3)), nn.Conv2d(3, 8, 3, padding=1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            n = self.norm
+            x = nn.functional.batch_norm(x, n.running_mean, n.running_var, self.log.exp(), n.bias)
+            return self.conv(x.relu())
+
+    model = Scaled().eval()
+    quantized, x = quantize_static(model, [image(16)]), image(5)
+    quantized.enable_(False)
+    torch.testing.assert_close(quantized(*x), model(*x), atol=1e-5, rtol=1e-4)
+
+
 def test_masks_are_reshaped_with_the_weight(model: Mixer) -> None:
     plan_mask(model, ck.remove(weights=0.5)).apply_(model)
     masks = masks_of(quantize_static(model, [image(16)]))

@@ -84,6 +84,40 @@ def test_a_weight_used_twice_stays_one(tmp_path: Path) -> None:
     assert quantized.placement.coverage.layers == (4, 4)
 
 
+class Reused(nn.Module):
+    """The weight of a transposed convolution at two places."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.up, self.last = nn.Conv2d(3, 8, 3, padding=1), nn.ConvTranspose2d(8, 6, 4, 2, 1), nn.Conv2d(6, 4, 3)
+        self.other, self.how = nn.Parameter(torch.randn(6)), how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, up = self.first(x).relu(), nn.functional.conv_transpose2d
+        if self.how == "in the encoder too":
+            return self.last(self.up(nn.functional.conv2d(self.up(x).relu(), self.up.weight, stride=2, padding=1)))
+        settings = {"padding": 4, "dilation": 3} if self.how == "other settings" else {"padding": 1}
+        bias = {"another bias": self.other, "no bias": None}.get(self.how, self.up.bias)
+        return self.last((self.up(x) + up(x, self.up.weight, bias, 2, **settings)).relu())
+
+
+@pytest.mark.parametrize("how", ["in the encoder too", "another bias", "no bias", "other settings"])
+def test_a_weight_that_is_read_in_another_way_too_keeps_its_form(how: str) -> None:
+    torch.manual_seed(0)
+    model, x = Reused(how).eval(), image(5)
+    quantized = quantize_static(model, [image(8)])
+    quantized.enable_(False)
+    torch.testing.assert_close(quantized(*x), model(*x), atol=1e-5, rtol=1e-4)
+
+
+def test_what_is_frozen_stays_frozen(model: Decoder) -> None:
+    model.up.weight.requires_grad_(False)
+    prepared = ck.quant.prepare_qat(model, [image(8)])
+    assert {name: p.requires_grad for name, p in prepared.named_parameters() if "up." in name and name.endswith("weight")} == {
+        "body.up.weight": False
+    }
+
+
 def test_masks_follow_the_weight(model: Decoder) -> None:
     plan_mask(model, ck.remove(weights=0.5)).apply_(model)
     before = masks_of(model)

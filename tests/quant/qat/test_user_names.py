@@ -137,6 +137,7 @@ def train(model: nn.Module, policy: ck.mixed.Policy) -> dict[str, torch.dtype]:
     return dtypes
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("inside", [None, "backbone", "head"])
 @pytest.mark.parametrize("kept", ["head", "backbone.0", "backbone", nn.LayerNorm])
 def test_modules_stay_in_fp32_by_the_users_names_and_classes(kept, inside: str | None) -> None:

@@ -431,6 +431,7 @@ class Looked(nn.Module):
         return self.layer(x) if self.kind == "layer" else x @ self.other(torch.cat([ids, ids, ids[:, :6]], 1))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["layer", "product"])
 @pytest.mark.parametrize("block", [None, 16])
 @pytest.mark.parametrize("symmetric", [False, True])
