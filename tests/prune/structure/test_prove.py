@@ -355,3 +355,22 @@ def test_zeros_that_leave_nothing_finite_are_named() -> None:
     torch.manual_seed(0)
     reason = refused_reason(Scaled(lambda h, g: (h * g).abs().log()).eval(), torch.randn(4, 6))
     assert "with the removed channels at zero no output of the model is finite (a division by them, or their log" in reason
+
+
+class NearlyEqualRows(nn.Module):
+    """BatchNorm of values that differ in their last digits, as of two images whose last feature maps have one place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Conv2d(3, 32, 1), nn.Conv2d(32, 8, 1)
+        self.norm, self.head = nn.BatchNorm2d(8, eps=1e-30), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(self.norm(self.down(self.up(1 + 1e-10 * x).relu())).flatten(1))
+
+
+@pytest.mark.parametrize("rows", [2, 8])
+def test_rounding_that_train_mode_makes_large_is_no_difference(rows) -> None:
+    torch.manual_seed(1)
+    plan = plan_channels(NearlyEqualRows().eval(), torch.randn(rows, 3, 1, 1), keep(macs=0.5))
+    assert plan.macs <= 0.5 * plan.macs_before
