@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from compresskit.charts import Chart, Series, draw, svg
+from compresskit.measure.charts import Chart, Series, draw, svg
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, PICTURES = ROOT / "recipes" / "README.md", ROOT / "recipes" / "pictures"

@@ -23,7 +23,7 @@ FOLDERS = sorted({path.parent for path in FILES})
 LAYERS = [
     {"base"},
     {"graph"},
-    {"mixed", "measure", "metrics", "charts"},
+    {"mixed", "measure", "metrics"},
     {"train"},
     {"export"},
     {"distill"},
@@ -31,6 +31,7 @@ LAYERS = [
     {"recipe"},
     {"search"},
     {"__init__", "cli"},
+    {"__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 #: The same inside quant, whose parts stand on one another.

@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from compresskit.charts import HEIGHT, LEFT, MOST_POINTS, RIGHT, WIDTH, Series, draw, pareto_points, svg, thinned, ticks
+from compresskit.measure.charts import HEIGHT, LEFT, MOST_POINTS, RIGHT, WIDTH, Series, draw, pareto_points, svg, thinned, ticks
 
 
 @pytest.mark.parametrize(

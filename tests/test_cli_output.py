@@ -8,6 +8,7 @@ import json
 import sys
 from types import SimpleNamespace
 
+import checkout
 import pytest
 import torch
 from torch import nn
@@ -109,3 +110,9 @@ def test_what_the_file_of_compress_does_leaves_the_output_and_its_folder(tmp_pat
 def test_minutes_alone_are_no_budget(capsys) -> None:
     assert main(["compress", "mine.py", "--minutes", "2h"]) == 2
     assert "got --minutes alone, which is how long may be trained; such as --latency 5ms" in capsys.readouterr().err
+
+
+def test_the_package_runs_as_the_command() -> None:
+    assert ck.__version__ in checkout.python("-m", "compresskit", "--version").stdout
+    done = checkout.python("-m", "compresskit", "audit", "missing.onnx", check=False)
+    assert (done.returncode, done.stderr) == (2, "compresskit: no such file: missing.onnx\n")

@@ -18,6 +18,7 @@ from compresskit import measure
 from compresskit.base.errors import DataError, ModelError, SettingError
 from compresskit.export.check.profile.kernels import profiling_session
 from compresskit.measure import count_nonzero, latency
+from compresskit.measure.flops import flop_formulas
 
 ONNXRUNTIME = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
 
@@ -160,6 +161,59 @@ def test_macs_of_a_bilinear_layer() -> None:
     assert measure.count_macs(Pair(3, 4, 5), torch.randn(2, 7)) == 3 * 4 * 5
 
 
+class Call(nn.Module):
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
+
+
+# For x (6, 8): a matrix (6, 8) or two of (3, 8) by a vector of 8 or a matrix of 4 columns; distances to 5 or 30 vectors of 8.
+PRODUCTS = {
+    "mv": (lambda x: x @ torch.ones(8), 6 * 8),
+    "mv of a batch": (lambda x: x.view(2, 3, 8) @ torch.ones(8), 6 * 8),
+    "addmv": (lambda x: torch.addmv(torch.ones(6), x, torch.ones(8)), 6 * 8),
+    "addmv_": (lambda x: torch.ones(6).addmv_(x, torch.ones(8)), 6 * 8),
+    "dot": (lambda x: torch.dot(x.flatten(), x.flatten()), 6 * 8),
+    "vdot": (lambda x: torch.vdot(x.flatten(), x.flatten()), 6 * 8),
+    "addmm_": (lambda x: torch.ones(6, 4).addmm_(x, torch.ones(8, 4)), 6 * 8 * 4),
+    "baddbmm_": (lambda x: torch.ones(2, 3, 4).baddbmm_(x.view(2, 3, 8), torch.ones(2, 8, 4)), 6 * 8 * 4),
+    "addbmm": (lambda x: torch.addbmm(torch.ones(3, 4), x.view(2, 3, 8), torch.ones(2, 8, 4)), 6 * 8 * 4),
+    "addbmm_": (lambda x: torch.ones(3, 4).addbmm_(x.view(2, 3, 8), torch.ones(2, 8, 4)), 6 * 8 * 4),
+    "addmm_activation": (lambda x: torch._addmm_activation(torch.ones(4), x, torch.ones(8, 4)), 6 * 8 * 4),
+    "int_mm": (lambda x: torch._int_mm(x.to(torch.int8), torch.ones(8, 4, dtype=torch.int8)), 6 * 8 * 4),
+    "few distances": (lambda x: torch.cdist(x, torch.ones(5, 8)), 6 * 5 * 8),
+    "many distances": (lambda x: torch.cdist(x, torch.ones(30, 8)), 6 * 30 * 8),
+    "distances of a batch": (lambda x: torch.cdist(x.view(2, 3, 8), torch.ones(1, 30, 8), p=1.0), 6 * 30 * 8),
+    "distances in pairs": (nn.functional.pdist, 15 * 8),
+    "conv_tbc": (lambda x: torch.conv_tbc(x.view(6, 1, 8), torch.ones(3, 8, 4), torch.ones(4)), 4 * 3 * 8 * 4),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_macs_of_products_that_the_flop_counter_of_torch_does_not_know(name: str) -> None:
+    function, want = PRODUCTS[name]
+    assert ck.count_macs(Call(function), torch.randn(6, 8)) == want // 6
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [((6, 8), (2, 8, 4)), ((2, 3, 8), (2, 8, 4)), ((2, 6, 8), (8, 4)), ((6, 8), (8, 4))]
+)
+def test_macs_of_a_product_for_each_group(first: tuple[int, ...], second: tuple[int, ...]) -> None:
+    formula = flop_formulas()[torch.ops.aten._grouped_mm]
+    assert formula(first, second) == 2 * 6 * 8 * 4
+
+
+def test_macs_of_a_recurrent_layer_of_cudnn_are_those_on_a_cpu() -> None:
+    layer = nn.LSTM(8, 16, 2, batch_first=True, bidirectional=True, proj_size=5)
+    shapes = [weight.shape for weight in layer.parameters()]
+    formula = flop_formulas()[torch.ops.aten._cudnn_rnn]
+    assert formula((3, 7, 8), shapes) == 2 * 3 * ck.count_macs(layer, torch.randn(3, 7, 8))
+    assert formula((21, 8), shapes) == formula((3, 7, 8), shapes)  # a packed sequence
+
+
 @pytest.mark.parametrize("what", ["predictions", "targets"])
 def test_a_function_is_no_metric_of_outputs_of_several_sizes(what: str) -> None:
     sizes = [(2, 3, 4, 4), (2, 3, 6, 5)]
@@ -169,6 +223,25 @@ def test_a_function_is_no_metric_of_outputs_of_several_sizes(what: str) -> None:
     wanted = rf"got {what} of size \(3, 4, 4\) and \(3, 6, 5\) for each sample; give a metric with update, compute and reset"
     with pytest.raises(DataError, match=wanted):
         ck.evaluate(nn.Identity(), task)
+
+
+@pytest.mark.parametrize("rows", [(3, 3), (3, 2)])
+def test_a_function_is_no_metric_of_predictions_whose_first_dimension_is_time(rows) -> None:
+    """They would be joined over time, and their targets over samples."""
+    found = []
+
+    def metric(predictions, targets):
+        found.append((tuple(predictions.shape), tuple(targets.shape)))
+        return 0.0
+
+    batches = [(torch.zeros(7, n, 5), torch.zeros(n, 2)) for n in rows]
+    wanted = r"predictions \(7, 3, 5\) have the 3 samples of their targets in dimension 1; put them first, Task\(predict="
+    with pytest.raises(DataError, match=wanted):
+        ck.evaluate(nn.Identity(), ck.Task(val=batches, metric=metric))
+    assert not found
+    ck.evaluate(nn.Identity(), ck.Task(val=batches, metric=metric, predict=lambda output: output.transpose(0, 1)))
+    ck.evaluate(nn.Identity(), ck.Task(val=batches[:1], metric=metric))  # nothing is joined
+    assert found == [((sum(rows), 7, 5), (sum(rows), 2)), ((7, 3, 5), (3, 2))]
 
 
 def test_inputs_by_name_need_the_names_of_the_file(tmp_path) -> None:

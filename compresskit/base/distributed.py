@@ -80,8 +80,7 @@ def _machine(device: torch.device) -> dict[str, Any]:
 
 def _warn_of_unequal_machines(device: torch.device) -> None:
     """Say in rank 0's log in what the machines of the processes differ: the training goes on, as fast as the slowest of them."""
-    machines: list[Any] = [None] * world_size()
-    dist.all_gather_object(machines, _machine(device))
+    machines = of_all_ranks(_machine(device))
     differ = [name for name, value in machines[0].items() if any(machine[name] != value for machine in machines)]
     if differ and rank() == 0:
         said = "; ".join(f"{name} {', '.join(str(machine[name]) for machine in machines)}" for name in differ)
@@ -167,8 +166,9 @@ def unsharded_loader(loader: Any) -> Any:
 def shard_batch(batch: Any, loader: Any, *, least: int = 0) -> tuple[Any, float]:
     """Return this process's rows of a batch, and the weight of their mean loss.
 
-    The weighted losses of all processes have the mean loss of the whole batch as their mean. Batches of a loader that shards the
-    samples itself are returned as they are, with weight 1; so are those in which a process would get less than `least` rows.
+    The weighted losses of all processes have the loss of the whole batch as their mean, if that is a mean over rows. Batches of a
+    loader that shards the samples itself are returned as they are, with weight 1; so are those in which a process would get less
+    than `least` rows.
 
     Raises:
         DataError: the tensors of the batch have no common first dimension.
@@ -191,6 +191,18 @@ def shard_batch(batch: Any, loader: Any, *, least: int = 0) -> tuple[Any, float]
     return pytree.tree_map(lambda v: v[begin:end] if isinstance(v, Tensor) and v.ndim else v, batch), weight
 
 
+@contextmanager
+def _naming_lost_processes() -> Iterator[None]:
+    """Raise TrainingError where a message in the block finds no other end."""
+    try:
+        yield
+    except RuntimeError as error:
+        first = first_line(error)
+        raise TrainingError(
+            f"process {rank()}: another process is gone ({first}); all end. Run the same command again to go on"
+        ) from error
+
+
 def all_reduce_mean_(tensors: Sequence[Tensor], flags: Sequence[float] = ()) -> list[float]:
     """Average tensors over the processes, in place and in fp32, with one all-reduce.
 
@@ -208,18 +220,23 @@ def all_reduce_mean_(tensors: Sequence[Tensor], flags: Sequence[float] = ()) -> 
         return list(flags)
     device = tensors[0].device if tensors else torch.device("cpu")
     sent = torch.cat([torch.tensor(list(flags), device=device), *(t.detach().float().reshape(-1) for t in tensors)])
-    try:
+    with _naming_lost_processes():
         dist.all_reduce(sent)
-    except RuntimeError as error:
-        first = first_line(error)
-        raise TrainingError(
-            f"process {rank()}: another process is gone ({first}); all end. Run the same command again to go on"
-        ) from error
     summed = sent[: len(flags)].tolist()
     parts = sent[len(flags) :].div_(world_size()).split([t.numel() for t in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
         tensor.copy_(part.view_as(tensor))
     return summed
+
+
+def of_all_ranks(value: Any) -> list[Any]:
+    """Return the plain data of every process, by rank, in every process; TrainingError where another one has ended."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * world_size()
+    with _naming_lost_processes():
+        dist.all_gather_object(values, value)
+    return values
 
 
 def gather_on_rank_zero(state: Any) -> list[Any]:

@@ -394,7 +394,11 @@ class Task:
         return target.masked_fill(target == label, IGNORED)
 
     def split(self, batch: Any) -> tuple[Inputs, Any]:
-        """Split a batch into inputs and target, and move both to `device`.
+        """Split a batch into inputs and target, and move both to `device`; see `split_in_place`."""
+        return to_device(self.split_in_place(batch), self.device)  # type: ignore[no-any-return]
+
+    def split_in_place(self, batch: Any) -> tuple[Inputs, Any]:
+        """Split a batch into inputs and target, which stay where they are.
 
         Args:
             batch: `(x, y)`, `(x1, ..., y)` or `{"x": ..., target: ...}`.
@@ -414,7 +418,7 @@ class Task:
             inputs = tuple(first)
         else:
             raise DataError(f"batch: wanted (inputs..., target) or a dict, got {type(batch).__name__}")
-        return to_device(inputs, self.device), to_device(target, self.device)
+        return inputs, target
 
     def inputs(self, batch: Any) -> Inputs:
         """Return the inputs of a batch, on `device`; it needs no target: `{"x": ...}`, `(x,)` and a tensor will do."""

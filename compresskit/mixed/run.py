@@ -9,7 +9,7 @@ run.finish()                              # an fp32 model again, from its master
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from typing import Any, Literal, TypeVar
@@ -32,7 +32,7 @@ from compresskit.mixed.checks import (
     requires_closure,
     step_form,
 )
-from compresskit.mixed.formats.casts import cast_floating
+from compresskit.mixed.formats.casts import cast_floating, in_fp32
 from compresskit.mixed.formats.fp8 import Fp8Conversion, convert_by_policy
 from compresskit.mixed.formats.levels import require_policy
 from compresskit.mixed.formats.parallel import check_sync, is_sharded, shard_by_name, sharded_policy
@@ -225,15 +225,18 @@ class Run:
         finally:
             self._micro_batches = None
 
-    def unscaled(self) -> dict[str, Tensor]:
+    def unscaled(self, *, zeros: Container[str] = ()) -> dict[str, Tensor]:
         """The gradients of this step by parameter name, in fp32 and unscaled, as `step` will take them.
 
-        They may be read, or changed in place (such as by another clipping). `parameter.grad` itself stays scaled and may be half,
-        and is emptied by this. Under a loss scale a gradient that is not finite still skips the step.
+        They may be read, or changed in place (such as by another clipping). Parameters named in `zeros` that have none get zeros.
+        `parameter.grad` itself stays scaled and may be half, and is emptied by this. Under a loss scale a gradient that is not
+        finite still skips the step.
         """
         only = self.scaler if len(self.scalers) == 1 and self._overflow.used and not self._unscaled else None
         self._accumulator.take(self._weights.gradients.parameters(), only)
         self._unscaled = True
+        for parameter in (p for p, name in self._weights.names.items() if name in zeros):
+            self._accumulator.totals.setdefault(parameter, in_fp32(torch.zeros_like(parameter)))
         return {self._weights.names[p]: grad for p, grad in self._accumulator.totals.items()}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -326,9 +329,8 @@ class Run:
         used = list(self._overflow.used.values())
         # With several scalers, `backward` has unscaled each loss's gradients; those of a single one are unscaled here.
         scale = used[0].scale if len(self.scalers) == 1 and used and not self._unscaled else None
-        return UnscaleAndClip(
-            grads, scale, self._overflow.found_inf(), self.clip, [grad for _, grad in self._weights.step_gradients]
-        )
+        clipped = [grad for _, grad in self._weights.step_gradients]
+        return UnscaleAndClip(grads, scale, self._overflow.found_inf(), self.clip, clipped)
 
     def _run_after_update(self, found_inf: Tensor | None) -> None:
         for hook in self.after_update:
@@ -459,8 +461,7 @@ class Run:
     def masters(self) -> list[Tensor]:
         """What the optimizer updates, in the order of the parameters: fp32 masters where there are any, else the parameters.
 
-        SPLIT, KAHAN and SR have masters only inside `step`, where hooks of `after_update` may change them; at any other time
-        these are copies.
+        SPLIT, KAHAN and SR have them only inside `step`, for hooks of `after_update` to change; at other times these are copies.
         """
         return list(self.named_masters().values())
 
@@ -476,8 +477,7 @@ class Run:
     def stats(self) -> dict[str, Any]:
         """Loss scale, skipped steps and last gradient norm; reads the device.
 
-        After an overflow at the scale's floor, "nonfinite" names the first parameters whose gradients are not finite. With a
-        fused optimizer this is known one step late.
+        After an overflow at the scale's floor, "nonfinite" names the first parameters of it, a step late with a fused optimizer.
         """
         norm = {} if self.grad_norm is None else {"grad_norm": self.grad_norm.item()}
         return self._overflow.stats() | norm

@@ -22,7 +22,7 @@ from compresskit.graph.quantized import tied_names
 from compresskit.graph.rewrites.gradient_hooks import hooked_modules
 from compresskit.quant.calibration.smoothquant import smooth_tensors_
 from compresskit.quant.model import Quantized
-from compresskit.quant.numerics.bit_widths import TARGET_BITS, BitWidths, bits_of_layer, named_modules
+from compresskit.quant.numerics.bit_widths import TARGET_BITS, BitWidths, bits_of_layer
 from compresskit.quant.numerics.observers import Observer
 from compresskit.quant.numerics.operators import OPERATOR_KINDS
 from compresskit.quant.numerics.scheme import Scheme
@@ -82,9 +82,7 @@ def build_quantized(
     """
     if prepared is None:
         apart = hooked_modules(model) if trainable else ()  # a hook is for the weight as it is
-        captured, origin, folds = prepare_graph(
-            model, example, target, skip, dynamic, apart=apart, named=named_modules(bits), merges=merges
-        )
+        captured, origin, folds = prepare_graph(model, example, target, skip, dynamic, apart=apart, bits=bits, merges=merges)
     else:
         captured, origin, folds = copy.deepcopy(prepared[0]), prepared[1], []
     if smooth is not None:

@@ -23,7 +23,7 @@ from compresskit.base.inputs import AnyInputs, call_checked, each_inputs
 from compresskit.base.packing import attribute_state, set_attribute_state_
 from compresskit.base.task import Inputs, batch_size, shapes_of
 from compresskit.graph.capture import Captured
-from compresskit.graph.layers.fold_batchnorm import FoldedBatchNorm
+from compresskit.graph.layers.fold_batchnorm import FoldedScales
 from compresskit.graph.masks import masks_of
 from compresskit.graph.quantized import QuantizedModule
 from compresskit.graph.rewrites.fp32_parts import CastNodes, drop_casts_
@@ -38,7 +38,7 @@ from compresskit.quant.passes.placement import Placement
 from compresskit.quant.passes.prepare_graph import Origin
 from compresskit.quant.passes.quantizer_names import quantizers_of
 from compresskit.quant.passes.rounding_boundaries import nudge_scales_
-from compresskit.quant.passes.unfold_batchnorm import ConvBN, conv_bn_layers, fold_conv_bn_, unfold_batchnorm_
+from compresskit.quant.passes.unfold_batchnorm import UnfoldedLayer, conv_bn_layers, fold_conv_bn_, unfold_batchnorm_
 
 #: Entries of the state dict of a model that is trained: switches of observers and of BatchNorm statistics, ends of ranges.
 OBSERVING, TRACKING, ENDS = "qat_observing", "qat_tracking", "qat_ends"
@@ -64,7 +64,7 @@ class Quantized(QuantizedModule):
         target: Target,
         placement: Placement,
         origin: Origin,
-        folds: Sequence[FoldedBatchNorm] = (),
+        folds: Sequence[FoldedScales] = (),
         float_modules: Mapping[str, type[nn.Module]] | None = None,
         tied: Mapping[str, str] | None = None,
     ) -> None:
@@ -266,7 +266,7 @@ class Quantized(QuantizedModule):
         return all(rounding.fits(bias, weight) for rounding, bias, weight in self._rounded_biases())
 
     def _rounded_biases(self) -> Iterator[tuple[BiasQuantizer, Tensor, Tensor]]:
-        """The quantizer of each bias, with the bias and the weight of its layer; none of a ConvBN."""
+        """The quantizer of each bias, with the bias and the weight of its layer; none of an `UnfoldedLayer`."""
         for node in self.body.graph.nodes:
             rounding = self.body.get_submodule(node.target) if node.op == "call_module" else None
             if isinstance(rounding, BiasQuantizer):
@@ -290,7 +290,7 @@ class Quantized(QuantizedModule):
     # -- quantization-aware training
 
     def unfold_batchnorm_(self, *, learned: bool = False, offsets: bool = False) -> None:
-        """Make ready for training: folded BatchNorms become modules again (see `ConvBN`).
+        """Make ready for training: folded BatchNorms and scales become modules again (see `ConvBN`, `UnfoldedLayer`).
 
         learned: scales become parameters (LSQ). offsets: zero points, too (LSQ+). `freeze_statistics_` and `convert_` end the
             training.
@@ -384,9 +384,8 @@ class Quantized(QuantizedModule):
         weights: dict[WeightQuantizer, Tensor] = {}
         for quantizer, node, name in self._weight_calls():
             weights[quantizer] = get_tensor(self.body, name).detach()
-            if isinstance(module := self.body.get_submodule(node.target), ConvBN):
-                bias = None if node.args[2] is None else get_tensor(self.body, node.args[2].target).detach()
-                weights[quantizer] = module.folded(weights[quantizer], bias)[0].detach()
+            if isinstance(module := self.body.get_submodule(node.target), UnfoldedLayer):
+                weights[quantizer] = module.folded_at(self.body, node)[0]
         return list(weights.items())
 
     def _weight_calls(self) -> Iterator[tuple[WeightQuantizer, Any, str]]:
@@ -395,7 +394,7 @@ class Quantized(QuantizedModule):
             module = self.body.get_submodule(node.target) if node.op == "call_module" else None
             if isinstance(module, WeightQuantizer):
                 yield module, node, str(node.args[0].target)
-            elif isinstance(module, ConvBN) and (quantizer := module.rounding_of(node)[0]) is not None:
+            elif isinstance(module, UnfoldedLayer) and (quantizer := module.rounding_of(node)[0]) is not None:
                 yield quantizer, node, str(node.args[1].target)
 
     # -- names of the float model

@@ -37,7 +37,7 @@ from compresskit.quant.measured_placement.latency_search import measured_choice
 from compresskit.quant.measured_placement.repeated_calls import SharedScales
 from compresskit.quant.measured_placement.shown_ranges import ShownRanges, shown_batches
 from compresskit.quant.model import Quantized
-from compresskit.quant.numerics.bit_widths import BitWidths, named_modules, refuse_one_bit
+from compresskit.quant.numerics.bit_widths import Bits, BitWidths, refuse_one_bit
 from compresskit.quant.numerics.observers import Observer
 from compresskit.quant.passes.prepare_graph import Origin, prepare_graph
 from compresskit.quant.passes.rounding_boundaries import nudge_scales_
@@ -179,8 +179,9 @@ def builder(
     choice = measured_choice(module, example, settings, separate)
 
     @functools.cache
-    def prepared(named: tuple[str, ...]) -> tuple[Captured, Origin]:
-        return prepare_graph(module, example, settings.target, settings.skip, settings.dynamic, named=named)[:2]
+    def prepared(bits: Bits | tuple[tuple[str, Bits], ...]) -> tuple[Captured, Origin]:
+        widths = bits if isinstance(bits, Bits) else dict(bits)
+        return prepare_graph(module, example, settings.target, settings.skip, settings.dynamic, bits=widths)[:2]
 
     def build(
         *,
@@ -202,7 +203,7 @@ def builder(
             bits=bits,
             smooth=example if settings.smooth else None,
             adjust=adjust,
-            prepared=prepared(named_modules(bits)) if trials else None,
+            prepared=prepared(bits if isinstance(bits, Bits) else tuple(bits.items())) if trials else None,
             separate=separate,
             share=share,
         )

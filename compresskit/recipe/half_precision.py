@@ -59,6 +59,6 @@ def half_precision_row(
     dims = task_row_dims(model, task, dynamic)
     row = measure_stage(half, task, folder, settings=settings, seconds=0.0, export=True, dynamic=dynamic, opset=opset, dims=dims)
     files = [folder / "model.onnx"]
-    row = replace(row, latency_ms=latency(files, timed_sample(files, task, dims))[0])
+    row = replace(row, latency_ms=latency(files, timed_sample(files, replace(task, reference=task.reference or model), dims))[0])
     write_json(path, {"format": FORMAT, "key": key, "row": asdict(row)})
     return row

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from compresskit.base.errors import ExportError
 from compresskit.base.files import FORMAT, write_json
 from compresskit.base.inputs import some_batches
-from compresskit.base.task import Inputs, RowDims, Task, batch_size, call, first_rows, rows_that_run
+from compresskit.base.task import Inputs, RowDims, Task, batch_size, call, first_rows, rows_that_run, to_device
 from compresskit.export.check.verify import Verification, depends_on_threads, verify_onnx
 from compresskit.export.files import annotate, file_bytes, read_proto
 from compresskit.export.onnx import Opset, export_onnx
@@ -35,6 +35,7 @@ from compresskit.measure import (
     run_session,
     session,
 )
+from compresskit.prune.structure.repeatable import alike_rows, timed_rows
 from compresskit.recipe.details import DETAILS, stage_details
 from compresskit.recipe.outcomes import Outcomes, OutcomesOf, measure_outcomes
 from compresskit.recipe.report import StageReport
@@ -96,7 +97,7 @@ def measure_stage(
         metric=metric,
         parameters=count_parameters(model),
         nonzero=count_nonzero(model),
-        macs=count_macs(model, few_rows(model, task.example(), 2, dims), dims=dims),
+        macs=count_macs(model, alike_rows(model, task.example(), 2, dims), dims=dims),
         seconds=round(seconds, 2),
         bytes=file_bytes(path) if export else None,
         executed=export,
@@ -110,12 +111,18 @@ def measure_stage(
 def timed_sample(files: Sequence[Path], task: Task, dims: RowDims | None) -> Inputs:
     """What files are timed on: the first sample of a task, and its whole example where one of them takes no less.
 
+    So where the rows are no samples for `Task.reference`, see `timed_rows`.
+
     dims: where the rows of each input are, where that is known.
     """
     example = task.example()
-    sample = rows_that_run(partial(run_files, files), first_rows(example, 1, dims), example)
+    sample, why = rows_that_run(partial(run_files, files), first_rows(example, 1, dims), example), "the files take no single one"
+    if isinstance(model := task.reference, nn.Module) and sample is not example:
+        there = to_device(example, next((p.device for p in model.parameters()), "cpu"))
+        if timed_rows(model, there, dims) is there:
+            sample, why = example, "a single one is another workload"
     if (rows := batch_size(sample, dims)) > 1:
-        log.info("latencies are of the first validation batch, of %d rows: the files take no single one", rows)
+        log.info("latencies are of the first validation batch, of %d rows: %s", rows, why)
     return sample
 
 

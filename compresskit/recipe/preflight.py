@@ -311,6 +311,8 @@ def _check_loader(probe: nn.Module, task: Task, which: str, *, loss: bool = True
     """
     task.length(which) if which == "val" else task.known_length(which)
     batch = _first_batch(task, which)
+    if which == "val" and (why := missing_target(task, batch)) is not None:
+        raise DataError(f"Task(val=...): the metric reads targets, which its batches have not ({why}); give labelled data")
     if which == "val" or (which == "train" and loss and missing_target(task, batch) is None):
         inputs, target = task.split(batch)
     else:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from compresskit.base.budget import keep
 from compresskit.base.errors import ModelError
@@ -28,6 +29,10 @@ Storage = Literal["float", "int8", "int4", "dynamic", "weights4"]
 WITHOUT_EFFORT = ("float", "dynamic", "weights4")  # without ranges of activations that are calibrated
 FINER_BELOW = 0.5  # MACs that stay, below which channels are rounded to half as many: few multiples are left in narrow networks
 MULTIPLE, MULTIPLE_OF_DEPTHWISE = 8, 16  # multiples of channels for which kernels are fast; the second of integer depthwise ones
+#: Layers that dynamic quantization rounds.
+OF_DYNAMIC = (nn.RNNBase, nn.RNNCellBase, nn.Linear, nn.MultiheadAttention, nn.Embedding, nn.EmbeddingBag)
+DYNAMIC_SHARE = 0.25  # of the weights, in layers that dynamic quantization rounds, from which on it is tried
+TABLE_SHARE = 0.25  # of the weights, in embedding tables, from which on fewer bits for them are tried
 QAT_SHARE = 4  # one part of so many of the training is quantization-aware
 ROUNDED_RATE = 0.1  # of the learning rates, for a part that is to stay near the float network
 #: Settings of the training that its quantization-aware part has as they are. It has lower rates, and its own default objective.
@@ -236,3 +241,9 @@ def _shares(train: Train, candidate: Candidate) -> tuple[Train | None, Train | N
     if train.steps is None:
         return replace(train, epochs=total - rounded), replace(train, epochs=rounded)
     return replace(train, steps=total - rounded), replace(train, steps=rounded)
+
+
+def share_in(model: nn.Module, *kinds: type[nn.Module]) -> float:
+    """The fraction of a model's parameters that layers of some kinds have; tied ones count once."""
+    inside = {id(p): p.numel() for m in model.modules() if isinstance(m, kinds) for p in m.parameters()}
+    return sum(inside.values()) / max(1, sum(p.numel() for p in model.parameters()))

@@ -97,7 +97,7 @@ def at_most(
     Args:
         latency: milliseconds of one call of the exported file, "5ms", or "0.4x" of the uncompressed file's.
         bytes: of the exported file: "1MB", "300KiB", or "0.1x" of the uncompressed file's.
-        macs: multiply-accumulates of one sample: "10M", or "0.5x".
+        macs: multiply-accumulates of one sample, the first of the validation data: "10M", or "0.5x".
         drop: how much worse the metric may be, in its own unit: 0.005 is half a point of accuracy. "0.5pt" is the same.
         minutes: how long may be trained in all.
         threads, batch: of the calls whose latency counts.
@@ -120,6 +120,11 @@ def at_most(
 
 def parse_ceiling(name: str, value: Any) -> Ceiling:
     """A ceiling from a number in the unit of its quantity, or from a text with a unit. Raises SettingError for anything else."""
+    if isinstance(value, numbers.Real):
+        try:
+            float(value)
+        except OverflowError:
+            value = math.inf  # that is what it is among floats
     refusal = SettingError(f"at_most({name}=...): wanted {EXAMPLES_OF[name]}; got {value!r}")
     if isinstance(value, str):
         match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z%]*)\s*", value)

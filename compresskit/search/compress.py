@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
+import torch
 from torch import nn
 
 from compresskit.base.distributed import world_size
@@ -21,8 +22,8 @@ from compresskit.base.fingerprint import describe, short_hash
 from compresskit.base.randomness import generators_kept
 from compresskit.base.settings import as_python
 from compresskit.base.task import Task, accuracy, batch_size
+from compresskit.graph.quantized import is_quantized
 from compresskit.graph.surgery import copy_model
-from compresskit.measure import task_row_dims
 from compresskit.metrics import OutputAgreement
 from compresskit.recipe.folder import folder_of_run
 from compresskit.recipe.preflight import preflight_check
@@ -36,6 +37,7 @@ from compresskit.search.finals.short_trainings import SHORT_RATE, ShortTrainings
 from compresskit.search.finals.training import check_objective, check_objective_of_candidates, training_within, with_objective
 from compresskit.search.latency.latency_filter import LatencyFilter
 from compresskit.search.latency.stopwatch import NOISIEST, Stopwatch
+from compresskit.search.latency.timed_batch import check_timed_batch
 from compresskit.search.options import SearchOptions, SearchSettings
 from compresskit.search.outcome import Search, Tried, nearest_budget
 from compresskit.search.proxy import Workshop, held_out
@@ -91,7 +93,8 @@ def compress(
 
     Raises:
         SettingError: Optuna is missing, a setting is out of range, or a latency cannot be measured on this machine.
-        ModelError: no candidate meets the budget; the message has the nearest that can.
+        ModelError: no candidate meets the budget; the message has the nearest that can. Or the model is in half precision, or
+            quantized.
         CheckpointError: the folder belongs to another model or task, or to other settings than the budget's ceilings, or cannot
             be.
         Other errors that a first run of the model and its training raise.
@@ -105,7 +108,8 @@ def _compress(model: nn.Module, task: Task, budget: Ceilings, out: Path, setting
     import_optuna()
     train = with_objective(settings.train or Train(steps=1), model, task) if settings.train or budget.minutes else None
     preflight_check(model, task, [] if train is None else [train], dynamic=settings.dynamic)
-    _check_fixed_batch(model, task, budget, settings)
+    workshop = _workshop(model, task, budget, out, settings, trains=train is not None)
+    about_batch = check_timed_batch(workshop, asked=budget.latency is not None or budget.batch != 1)
     if train is not None and not any(p.requires_grad for p in model.parameters()):
         raise ModelError(
             f"compress(train=...): {type(model).__name__} has no parameter with requires_grad, so no candidate can be trained;"
@@ -114,15 +118,16 @@ def _compress(model: nn.Module, task: Task, budget: Ceilings, out: Path, setting
     check_objective(train, model, task)
     worker = Worker(out)
     with worker.at_work():
-        workshop = _workshop(model, task, budget, out, settings, trains=train is not None)
-        return _search_and_run(workshop, worker, budget, settings, train)
+        found = _search_and_run(workshop, worker, budget, settings, train)
+    return replace(found, reason=found.reason + about_batch)
 
 
 def _workshop(model: nn.Module, task: Task, budget: Ceilings, out: Path, settings: SearchSettings, *, trains: bool) -> Workshop:
+    mine = copy_model(model).to(task.device).eval()
     return Workshop(
-        model=copy_model(model).to(task.device).eval(),
+        model=mine,
         task=task,
-        held=held_out(task, settings.held_out_samples, settings.dynamic),
+        held=held_out(task, settings.held_out_samples, settings.dynamic, mine),
         out=out,
         samples=settings.calibration_samples,
         batch=budget.batch,
@@ -249,9 +254,17 @@ def _settings(options: SearchOptions) -> SearchSettings:
 
 
 def _check_request(model: nn.Module, task: Task, budget: Ceilings) -> None:
-    """Raise SettingError where it is plain that the search cannot work."""
+    """Raise SettingError or ModelError where it is plain that the search cannot work."""
     if not isinstance(model, nn.Module):
         raise SettingError(f"compress(model): wanted a trained module, got {type(model).__name__}")
+    if is_quantized(model):
+        raise ModelError(f"compress(model): {model.float_class} is quantized already; give the float model that it was made from")
+    for name, value in model.named_parameters():
+        if value.dtype in (torch.float16, torch.bfloat16):
+            raise ModelError(
+                f"compress(model): wanted fp32 weights, but {name} of {type(model).__name__} is {value.dtype}; give"
+                " model.float() and data in fp32 (or run.finish() of mixed precision)"
+            )
     if world_size() > 1:
         raise SettingError(
             f"compress: wanted a process of its own, got one of {world_size()} that train together; start processes one by one"
@@ -267,18 +280,6 @@ def _check_request(model: nn.Module, task: Task, budget: Ceilings) -> None:
         raise SettingError("compress: whether a larger metric is better is not said; pass Task(higher_is_better=...)")
     if budget.drop is not None:
         _check_drop(budget.drop, task.metric)
-
-
-def _check_fixed_batch(model: nn.Module, task: Task, budget: Ceilings, settings: SearchSettings) -> None:
-    """Raise SettingError where files take one number of rows alone, and latencies are to be of another."""
-    dims = task_row_dims(model, task, settings.dynamic)
-    if dims is None or any(dim is not None for dim in dims):
-        return
-    if (rows := batch_size(task.example())) != budget.batch:
-        raise SettingError(
-            f"at_most(batch={budget.batch}): with compress(dynamic={settings.dynamic!r}) files take batches of {rows} rows alone,"
-            f" as the validation data have; write at_most(batch={rows}), or give the batch in dynamic="
-        )
 
 
 def _check_drop(drop: Ceiling, metric: Any) -> None:

@@ -89,11 +89,7 @@ class Explorer:
         )
         tried: dict[Candidate, Tried] = {}
         while True:
-            for candidate in study.finished():
-                if candidate in tried or self._measured(tried) >= self.trials:
-                    continue
-                if not asks_for_more(candidate, tried):
-                    tried[candidate] = self._tried(Tried(candidate=candidate))
+            self._take_over_(tried, study)
             predictions = study.skipped()
             unmade = {c: Tried(candidate=c, predicted=ms) for c, ms in predictions.items() if c not in tried}
             skipped = {c: t for c, t in unmade.items() if self._far_over(t.predicted)}
@@ -103,7 +99,8 @@ class Explorer:
                 study.propose(doubted, checks=True)
             elif study.told % PROPOSALS and (following := self._proposed(tried, skipped, most["blocks"])) is not None:
                 study.propose(following)
-            if (asked := study.ask(self.trials)) is None:
+            lost = [candidate for candidate, entry in tried.items() if entry.figures is None]  # made once, and no longer
+            if (asked := study.ask(self.trials, lost)) is None:
                 time.sleep(PAUSE)  # others work on the last of them
                 continue
             trial, candidate = asked
@@ -123,6 +120,16 @@ class Explorer:
             over = [figures.excesses({quantity: self.ceilings[quantity]}).get(quantity, 0.0) for quantity in self.judged]
             study.tell(trial, [figures.get(quantity) for quantity in objectives], over)
         return [*tried.values(), *unmade.values()]
+
+    def _take_over_(self, tried: dict[Candidate, Tried], study: CandidateStudy) -> None:
+        """Enter what was made, or could not be, by other processes and in earlier calls."""
+        measured = study.measured()
+        for candidate in study.finished():
+            if candidate in tried or self._measured(tried) >= self.trials:
+                continue
+            # One that was made counts, also where it was found since that less cannot be removed.
+            if candidate in measured or not asks_for_more(candidate, tried):
+                tried[candidate] = self._tried(Tried(candidate=candidate))
 
     @property
     def places_at_the_ceiling(self) -> bool:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from compresskit.base.errors import CheckpointError
+from compresskit.base.files import read_json
 
 Entry = TypeVar("Entry")
 ROUNDING = 1e-9
@@ -58,6 +60,15 @@ class Figures:
         """Up to which the drop is not told from another: a metric may be computed in float32, as by `.float().mean()`."""
         rounding = OF_METRIC * (abs(self.metric) + abs(self.drop))
         return max(ROUNDING, rounding) if math.isfinite(rounding) else ROUNDING
+
+
+def read_figures(path: Path) -> Figures:
+    """Figures from their file; CheckpointError where it holds none."""
+    record = read_json(path, "the figures of a candidate")
+    try:
+        return Figures(**record)
+    except TypeError as error:
+        raise CheckpointError(f"{path}: no figures of a candidate in it ({error}); delete its folder") from None
 
 
 def fraction(part: float, whole: float) -> float:

@@ -33,7 +33,7 @@ from compresskit.export.onnx import export_onnx
 from compresskit.graph.capture import Dynamic
 from compresskit.graph.quantized import quantized_parts
 from compresskit.graph.surgery import copy_model, frozen_copy
-from compresskit.measure import evaluate, few_rows, run_once, task_row_dims
+from compresskit.measure import count_macs, evaluate, few_rows, run_once, task_row_dims
 from compresskit.prune import Prune
 from compresskit.prune.depth import Depth
 from compresskit.prune.depth.costs import milliseconds, parameters, times_alone
@@ -42,6 +42,7 @@ from compresskit.prune.depth.importance import after_training, influence
 from compresskit.prune.depth.merging.plan_merges import rank_runs
 from compresskit.prune.depth.plan_blocks import order_blocks
 from compresskit.prune.low_rank.plan_ranks import plan_ranks
+from compresskit.prune.structure.repeatable import alike_rows
 from compresskit.quant import quantize_static
 from compresskit.quant.numerics.targets import Deployment, Target
 from compresskit.recipe.dependencies import describe_model, versions
@@ -49,8 +50,8 @@ from compresskit.recipe.engine import run_stage
 from compresskit.recipe.folder import LOCK
 from compresskit.recipe.locks import exclusive
 from compresskit.recipe.measure_stage import measure_stage
-from compresskit.search.candidate import Candidate, Removable, Storage
-from compresskit.search.figures import Figures
+from compresskit.search.candidate import DYNAMIC_SHARE, OF_DYNAMIC, TABLE_SHARE, Candidate, Removable, Storage, share_in
+from compresskit.search.figures import Figures, read_figures
 from compresskit.search.latency.stopwatch import Stopwatch, start_stopwatch
 from compresskit.search.study import STEP_OF_RANK
 from compresskit.search.workers import LOCKS, timing_alone
@@ -62,7 +63,7 @@ log = logging.getLogger(__name__)
 IDENTITY, FIGURES, ORDER, LATENCY = "search.json", "figures.json", "order.json", "latency.json"
 PART, ON_PART, STATISTICS = "part.json", "figures-{}.json", "statistics-{}.json"  # of the held-out samples, and named by them
 DIRECTION = "higher_is_better"  # the part of a task
-FOLDER_VERSION = 9  # another where candidates of one name are made or judged in another way
+FOLDER_VERSION = 10  # another where candidates of one name are made or judged in another way
 CANDIDATES, DENSE = "candidates", "uncompressed"
 NAME_DIGITS = 8  # of a hash of settings in the name of a file or folder
 #: What the plan of named blocks says of them, which nobody reads here; by default that is measured, block by block.
@@ -72,10 +73,6 @@ LEAST_SAVED_TIME = 0.01  # of the uncompressed file's time, below which it is no
 EXAMPLE_ROWS = 8  # of the inputs that a candidate's stages take as an example; a finalist's take the whole first batch
 COMPARED_SAMPLES = 64  # that the file of a candidate is compared with its model on first; a finalist's is on all
 SKETCH_SAMPLES = 16  # that the stages of a sketch read
-#: Layers that dynamic quantization rounds.
-OF_DYNAMIC = (nn.RNNBase, nn.RNNCellBase, nn.Linear, nn.MultiheadAttention, nn.Embedding, nn.EmbeddingBag)
-DYNAMIC_SHARE = 0.25  # of the weights, in layers that dynamic quantization rounds, from which on it is tried
-TABLE_SHARE = 0.25  # of the weights, in embedding tables, from which on fewer bits for them are tried
 
 Read = TypeVar("Read")
 
@@ -210,9 +207,13 @@ class Workshop:
         return replace(watch, milliseconds=float(first["milliseconds"]))
 
     def timed_inputs(self) -> Inputs:
-        """What files are timed on: as many samples as the budget says, repeated where the first batch has fewer."""
-        example = self.task.example()
+        """What files are timed on: as many samples as the budget says, the first batch where the model does not run on those."""
+        example = self.held.whole if isinstance(self.held, HeldOut) else self.task.example()
         return rows_that_run(partial(run_once, self.model), repeated_rows(example, self.batch, self.dims), example)
+
+    def macs(self, model: nn.Module) -> int:
+        """The multiply-accumulates of a model for one sample, the same one for all that is compared."""
+        return count_macs(model, alike_rows(model, self.held.example(), 2, self.dims), dims=self.dims)  # as `measure_stage` does
 
     @cached_property
     def dims(self) -> RowDims | None:
@@ -222,12 +223,12 @@ class Workshop:
     @cached_property
     def gains_by_dynamic(self) -> bool:
         """Whether much of the model is in layers that dynamic quantization rounds: linear, and recurrent and tables besides."""
-        return self._share_in(*OF_DYNAMIC) >= DYNAMIC_SHARE
+        return share_in(self.model, *OF_DYNAMIC) >= DYNAMIC_SHARE
 
     @cached_property
     def has_large_tables(self) -> bool:
         """Whether much of the model is in embedding tables, and the target's runtime has operators that look up few bits."""
-        return self.target.runtime == "onnxruntime" and self._share_in(nn.Embedding, nn.EmbeddingBag) >= TABLE_SHARE
+        return self.target.runtime == "onnxruntime" and share_in(self.model, nn.Embedding, nn.EmbeddingBag) >= TABLE_SHARE
 
     @property
     def storages(self) -> tuple[Storage, ...]:
@@ -235,11 +236,6 @@ class Workshop:
         dynamic: tuple[Storage, ...] = ("dynamic",) if self.gains_by_dynamic else ()
         tables: tuple[Storage, ...] = ("weights4",) if self.has_large_tables else ()
         return ("float", "int8", "int4", *dynamic, *tables)
-
-    def _share_in(self, *kinds: type[nn.Module]) -> float:
-        """The fraction of the model's parameters that layers of some kinds have; tied ones count once."""
-        inside = {id(p): p.numel() for m in self.model.modules() if isinstance(m, kinds) for p in m.parameters()}
-        return sum(inside.values()) / max(1, sum(p.numel() for p in self.model.parameters()))
 
     def removable(self, milliseconds: float) -> Removable:
         """The residual blocks that can go and the convolutions that can become one, what is worth least for what it saves first.
@@ -425,37 +421,50 @@ def with_reference(task: Task, model: nn.Module) -> Task:
     return task if task.reference is not None else replace(task, reference=frozen_copy(model).to(task.device))
 
 
-class _HeldOut(Task):
-    """A task whose example has few rows: each stage runs it many times, to capture a model and to prove a cut."""
+@dataclass(frozen=True, kw_only=True, repr=False)
+class HeldOut(Task):
+    """A part of the validation data, with the example of all of them, since batches may differ in length.
+
+    whole: inputs of the first batch, of shuffled data the first held-out one. few: its first rows, which stages run many times.
+    """
+
+    whole: Inputs
+    few: Inputs
 
     def example(self) -> Inputs:
-        inputs = super().example()
-        rows = {len(value) for value in pytree.tree_leaves(inputs) if isinstance(value, Tensor) and value.ndim}
-        return first_rows(inputs, EXAMPLE_ROWS) if len(rows) == 1 else inputs
+        return self.few
 
 
-def held_out(task: Task, samples: int, dynamic: Dynamic) -> Task:
+def held_out(task: Task, samples: int, dynamic: Dynamic, model: nn.Module | None = None) -> Task:
     """The task with about so many validation samples, in whole batches that are spread over all of them.
 
-    dynamic: dimensions that may vary in the files.
+    dynamic: dimensions that may vary in the files. model: whose example has fewer rows than a batch, where it runs on them.
     """
-    val = list(_spread_batches(task, samples))
-    any_batch = not isinstance(dynamic, Mapping) and 0 in dynamic
-    if not any_batch or type(task) is not Task:  # a class of the user's has its own methods
+    loader = task.batches("val")
+    first, shuffled = next(iter(loader), None), isinstance(loader, DataLoader) and isinstance(loader.sampler, RandomSampler)
+    val = list(_spread_batches(task, samples, first, shuffled=shuffled))
+    if type(task) is not Task:  # a class of the user's has its own methods
         return replace(task, val=val)
-    return _HeldOut(**{each.name: getattr(task, each.name) for each in fields(task)} | {"val": val})
+    whole = few = task.inputs(val[0] if shuffled else first)
+    if not isinstance(dynamic, Mapping) and 0 in dynamic and has_rows(whole):
+        few = first_rows(whole, EXAMPLE_ROWS)
+        few = few if model is None else rows_that_run(partial(run_once, model), few, whole)
+    return HeldOut(**{each.name: getattr(task, each.name) for each in fields(task)} | {"val": val, "whole": whole, "few": few})
 
 
-def _spread_batches(task: Task, samples: int) -> Iterable[Any]:
+def has_rows(inputs: Inputs) -> bool:
+    """Whether all inputs have one row a sample; of a graph, nodes and edges are not as many."""
+    return len({len(value) for value in pytree.tree_leaves(inputs) if isinstance(value, Tensor) and value.ndim}) == 1
+
+
+def _spread_batches(task: Task, samples: int, first: Any, *, shuffled: bool) -> Iterable[Any]:
     """Whole validation batches of about so many samples, the same in every call: the first ones may be all of one class.
 
     Of a list every so-many-th batch, and so of a loader that reads one after another; of the data of a DataLoader, shuffled or
-    not, every so-many-th sample, which costs no more than its first batches. A loader that draws a part of its
-    data gives its first batches.
+    not, every so-many-th sample, which costs no more than its first batches. One that draws a part of them gives its first.
     """
     loader, count = task.batches("val"), task.length("val")
-    wanted = math.ceil(samples / max(1, batch_size(task.inputs(next(iter(loader))))))
-    shuffled = isinstance(loader, DataLoader) and isinstance(loader.sampler, RandomSampler)
+    wanted = math.ceil(samples / max(1, batch_size(task.inputs(first))))
     if _reads_any_sample(loader) and (shuffled or wanted < count):
         return _every_so_many_th(loader, wanted * (loader.batch_size or 1))
     if wanted >= count or shuffled:
@@ -489,12 +498,3 @@ def _every_so_many_th(loader: DataLoader[Any], samples: int) -> DataLoader[Any]:
         batch_sampler=[chosen[i : i + size] for i in range(0, samples, size)],
         **{name: getattr(loader, name) for name in same},
     )
-
-
-def read_figures(path: Path) -> Figures:
-    """Figures from their file; CheckpointError where it holds none."""
-    record = read_json(path, "the figures of a candidate")
-    try:
-        return Figures(**record)
-    except TypeError as error:
-        raise CheckpointError(f"{path}: no figures of a candidate in it ({error}); delete its folder") from None

@@ -7,17 +7,20 @@ work on one study. Samplers and pruners are Optuna's.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from compresskit.base.errors import CheckpointError, SettingError
 from compresskit.quant.effort.improve import Effort
+from compresskit.recipe.locks import exclusive
 from compresskit.search.candidate import WITHOUT_EFFORT, Candidate, Storage
-from compresskit.search.workers import Worker
+from compresskit.search.workers import LOCKS, Worker
 
 JOURNAL, PREDICTED, PROPOSED, CHECKS, FIRST, WORKER = "study.log", "predicted", "proposed", "checks", "first", "worker"
 OVER = "over"  # attribute of a trained trial whose file exceeds a ceiling
+WRITING = "journal"  # lock of who writes into it
 TURN = "study"  # lock of who looks at the trials and takes one
 EFFORTS: tuple[Effort, ...] = ("fast", "balanced")  # the one that takes no measurement first
 #: What is tried before anything is known: from little to much.
@@ -143,15 +146,16 @@ class CandidateStudy:
         """How many trials were told."""
         return len(self._told())
 
-    def ask(self, most: int) -> tuple[Any, Candidate] | None:
+    def ask(self, most: int, lost: Collection[Candidate] = ()) -> tuple[Any, Candidate] | None:
         """The next trial and its candidate: one that a process left when it ended, or a new one.
 
-        None where `most` candidates were measured, or would be with those that living processes work on.
+        None where `most` candidates were measured, or would be with those that living processes work on. lost: candidates that
+        do not count, since what was measured of them is gone and they cannot be made again.
         """
         with self.worker.alone(TURN):
             running = self.study.get_trials(deepcopy=False, states=(self.states.RUNNING,))
             left = [t for t in running if not self.worker.lives(t.user_attrs.get(WORKER))]
-            if len({*self.measured(), *(candidate_of(t.params) for t in running if t not in left)}) >= most:
+            if len({*self.measured().difference(lost), *(candidate_of(t.params) for t in running if t not in left)}) >= most:
                 return None
             trial = self.optuna.trial.Trial(self.study, left[0]._trial_id) if left else self._next_trial()
             trial.set_user_attr(WORKER, self.worker.name)
@@ -237,13 +241,31 @@ def open_study(optuna: Any, out: Path, name: str, worker: Worker, **settings: An
     if (out / JOURNAL).exists() and not worker.others():
         _drop_half_line(out / JOURNAL)
     try:
-        storage = optuna.storages.JournalStorage(backend.JournalFileBackend(str(out / JOURNAL)))
+        journal = backend.JournalFileBackend(str(out / JOURNAL), lock_obj=_JournalLock(out / LOCKS / WRITING))
+        storage = optuna.storages.JournalStorage(journal)
         return optuna.create_study(study_name=name, storage=storage, load_if_exists=True, **settings)
     except (AssertionError, KeyError, ValueError) as error:  # what Optuna raises for lines that are missing or damaged
         raise CheckpointError(
             f"{out / JOURNAL}: a damaged journal of Optuna ({type(error).__name__}: {error}); delete it: what was measured stays"
             " in the folder, and is not measured again"
         ) from error
+
+
+class _JournalLock:
+    """A lock of Optuna's journal that ends with the process that holds it, as Optuna's own, a link, does not.
+
+    One that a killed process leaves holds up others for half a minute, and for ever where the folder was moved.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.held = path, ExitStack()
+
+    def acquire(self) -> bool:
+        self.held.enter_context(exclusive(self.path))
+        return True
+
+    def release(self) -> None:
+        self.held.close()
 
 
 def halving(optuna: Any) -> Any:

@@ -1,7 +1,8 @@
 """Functions of the user that a training calls after its steps and epochs: `Train(on_step=..., on_epoch=...)`.
 
 What they are told does not hold on to the training, and they draw from copies of the random number generators, so that a training
-is the same with them and without. Of several processes, the first calls them.
+is the same with them and without. Of several processes, the first calls them, and what they freeze at the end of an epoch is
+frozen in all.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class StepReport:
         steps: of the whole training.
         epoch: from 1.
         losses: by name, of the step's last batch: scalars without a gradient, on the device; reading one waits for the device.
+            Of several processes, those of process 0's rows.
         learning_rates: of this step, one for each param group.
         metric: of the validation set, where this step was followed by a measurement; else None.
     """
@@ -51,7 +53,7 @@ class EpochReport:
         epoch: from 1.
         epochs: of the whole training; None where the length of the data is not known.
         step, steps: optimizer steps that are done, and of the whole training.
-        loss: mean over the batches of the epoch.
+        loss: mean over the batches of the epoch; of several processes, over the rows of all.
         metric: of the validation set, where it was measured after the last step of the epoch; else None.
         learning_rates: of the last step, one for each param group.
     """

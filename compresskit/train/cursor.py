@@ -7,19 +7,27 @@ the epoch began, and draws 70 batches without running the model on them.
 
 from __future__ import annotations
 
+import logging
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch.utils import _pytree as pytree
 
 from compresskit.base import distributed, randomness
 from compresskit.base.errors import CompressError, DataError, first_line
-from compresskit.base.fingerprint import fingerprint
+from compresskit.base.fingerprint import array_digest, fingerprint
+
+log = logging.getLogger(__name__)
+
+SplitBatch = Callable[[Any], tuple[Any, Any]]
 
 _END = object()
+COMPARED = 32  # rows of a batch that the processes compare
+READ_AGAIN = 8  # times that a sample is read to see whether its label changes
 LONGEST_SIGNAL = 2.0  # seconds from the end of a worker to the signal of it, on a busy machine
 
 
@@ -146,6 +154,96 @@ class DataCursor:
     def resume_from_(self, state: dict[str, Any]) -> None:
         """Let the next call of `next_epoch` yield the rest of the epoch that `state` was taken in."""
         self.epoch, self.batch, self._resume_state = state["epoch"], state["batch"], state
+
+
+def check_same_batches(batch: Any, loader: Any, split: SplitBatch, where: str, *, least: int) -> None:
+    """Compare the first rows of a batch in all processes, which share out its rows; nothing where the loader shards samples.
+
+    Where inputs and class labels differ, and the labels are those of the samples, the samples are others, and each process would
+    drop rows that no other reads: an error. Where that is not known, as of augmentations, a stream, or a class around a loader,
+    process 0 logs a warning.
+
+    Args:
+        batch: of this process.
+        loader: gave it.
+        split: inputs and target of a batch.
+        where: begins the message.
+        least: rows of a process, for fewer of which each takes its batch whole.
+
+    Raises:
+        DataError: the processes read other samples.
+    """
+    if distributed.world_size() == 1 or distributed.shards_samples(loader):
+        return
+    leaves = [v for v in pytree.tree_leaves(batch) if isinstance(v, torch.Tensor) and v.ndim]
+    labels = [array_digest(v[:COMPARED]) for v in _class_labels(batch, split)]
+    own = (len(leaves[0]) if leaves else 0, [array_digest(v[:COMPARED]) for v in leaves], labels)
+    ranks = distributed.of_all_ranks(own)
+    if all(rows // len(ranks) < least for rows, _, _ in ranks):
+        return
+    other = next((number for number, found in enumerate(ranks) if found != ranks[0]), None)
+    if other is None:
+        return
+    (rows, values, classes), (other_rows, other_values, other_classes) = ranks[0], ranks[other]
+    remedy = (
+        "Give all the same data in the same order, of which each trains on its own rows (no part by rank, the same generator)"
+    )
+    if not _streams(loader):
+        remedy += ", or a DistributedSampler as the `sampler` of the loader itself, with which each keeps its own samples"
+    no_augmentation = classes != other_classes and not set(values) & set(other_values)
+    if rows == other_rows and no_augmentation and all(distributed.of_all_ranks(_labels_are_of_samples(loader, split))):
+        raise DataError(f"{where}: process {other} reads other samples than process 0. {remedy}")
+    if distributed.rank() != 0:
+        return
+    if rows != other_rows:
+        log.warning("%s: process %d has %d rows in its batch, process 0 has %d. %s", where, other, other_rows, rows, remedy)
+        return
+    log.warning(
+        "%s: process %d reads another batch than process 0. That is well where augmentations alone differ, or samples are made at"
+        " random; else rows are lost that no process reads. %s",
+        where,
+        other,
+        remedy,
+    )
+
+
+def _class_labels(batch: Any, split: SplitBatch) -> list[torch.Tensor]:
+    """The integers in the target of a batch: of rows, tokens or pixels; none where it has no target."""
+    try:
+        target = split(batch)[1]
+    except DataError:
+        return []
+    leaves = [v for v in pytree.tree_leaves(target) if isinstance(v, torch.Tensor) and v.ndim]
+    return [v for v in leaves if not v.is_floating_point() and not v.is_complex()]
+
+
+def _streams(loader: Any) -> bool:
+    """Whether a loader of torch reads a dataset that has no numbered samples, for which it takes no sampler."""
+    data = torch.utils.data
+    return isinstance(loader, data.DataLoader) and isinstance(loader.dataset, data.IterableDataset)
+
+
+def _labels_are_of_samples(loader: Any, split: SplitBatch) -> bool:
+    """Whether the class labels are known to belong to the samples: none is drawn at random with an augmentation.
+
+    So it is where all labels are equal in a batch that has one sample several times. Generators are left as they were.
+    """
+    if isinstance(loader, Sequence):
+        return True
+    if not isinstance(loader, torch.utils.data.DataLoader) or _streams(loader) or loader.batch_sampler is None:
+        return False
+    generators = randomness.generators_in(loader)
+    states = [randomness.generator_state(generator) for generator in generators]
+    try:
+        with randomness.generators_kept():
+            labels = _class_labels(loader.collate_fn([loader.dataset[0] for _ in range(READ_AGAIN)]), split)
+    except Exception as error:  # of the user's code, whose samples may have other keys than 0
+        log.debug("sample 0 cannot be read again: %s", first_line(error))
+        return False
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            randomness.set_generator_state_(generator, state)
+    return bool(labels) and all(len(v) == READ_AGAIN and torch.equal(v, v[:1].expand_as(v)) for v in labels)
 
 
 @contextmanager

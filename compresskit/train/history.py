@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from compresskit.base import distributed
 from compresskit.mixed.step.scaler import LossScaler
 
 Batch = TypeVar("Batch")
@@ -22,8 +23,7 @@ class History:
     `record["epochs"]` gets `{"epoch", "step", "loss", "rates", "waiting"}`, with loss scaling also `"scale"` and `"skipped"`: the
     epoch from 1, the optimizer steps done at its end, the mean of its losses, the learning rates of its last step, the share of
     the epoch's time in which the loader kept this process waiting, the loss scale after it and the steps skipped so far.
-    `record["metrics"]` gets `[step, metric]`. What is not finite is None. Where several processes train, losses are those of this
-    process's rows.
+    `record["metrics"]` gets `[step, metric]`. What is not finite is None.
 
     Args:
         record: JSON-ready; it is changed.
@@ -36,7 +36,7 @@ class History:
         self.began, self.waited = 0.0, 0.0  # when this epoch began, and seconds of it that went to waiting for data
 
     def add_loss(self, loss: Tensor) -> None:
-        """Note the loss of a batch, a tensor of one element without a gradient."""
+        """Note the loss of this process's rows of a batch, weighted: a tensor of one element without a gradient."""
         self.losses.append(loss)
         if len(self.losses) == AT_ONCE:
             self._add_up()
@@ -67,7 +67,7 @@ class History:
         return (int(metrics[-1][0]), float(metrics[-1][1])) if metrics and metrics[-1][1] is not None else None
 
     def close_epoch(self, epoch: int, step: int, rates: Sequence[float], scalers: Iterable[LossScaler]) -> float | None:
-        """Enter an epoch, and return the mean of its losses; nothing and None where no batch was seen since the last one.
+        """Enter an epoch, and return the mean of its losses, in all processes; None where no batch was seen since the last one.
 
         Args:
             epoch: its number, from 1.
@@ -78,7 +78,8 @@ class History:
         self._add_up()
         if not self.count:
             return None
-        mean, self.total, self.count = self.total / self.count, 0.0, 0
+        means = distributed.of_all_ranks(self.total / self.count)
+        mean, self.total, self.count = sum(means) / len(means), 0.0, 0
         entry = {"epoch": epoch, "step": step, "loss": _finite(mean), "rates": list(map(_finite, rates))}
         if used := list(scalers):
             entry |= {"scale": _finite(used[0].scale.item()), "skipped": int(used[0].skipped.item())}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import math
@@ -24,11 +25,13 @@ from compresskit.base.task import Inputs, Task, shapes_of
 from compresskit.mixed.channels_last import channels_last_images
 from compresskit.mixed.formats.parallel import is_sharded, shard_by_name, whole_on_rank_zero
 from compresskit.train.callbacks import EpochReport, OnEpoch, OnStep, StepReport, call_back
-from compresskit.train.cursor import DataCursor, raise_if_worker_died
+from compresskit.train.cursor import DataCursor, check_same_batches, raise_if_worker_died
 from compresskit.train.history import History
 from compresskit.train.learning_rates import LearningRates
 from compresskit.train.length import Length, remedy_of_one_row
-from compresskit.train.param_groups import raise_failed_step
+from compresskit.train.modes import call_and_share_
+from compresskit.train.objective import check_batch_has_rows, no_scalar, weigh_as_whole, which_is_not_finite, why_not_finite
+from compresskit.train.param_groups import average_gradients_, raise_failed_step
 from compresskit.train.validation import Validation
 
 log = logging.getLogger(__name__)
@@ -80,9 +83,12 @@ class TrainingLoop:
     step: int = 0
     cursor: DataCursor = field(init=False)
     history: History = field(init=False)
+    _compared: bool = field(default=False, init=False)  # whether the processes have compared a batch
 
     def __post_init__(self) -> None:
         self.history = History({} if self.training is None else self.training.history)
+        self._trained = {name: p for name, p in self.run.named_parameters().items() if p.requires_grad}  # the optimizer has them
+        self._unfrozen = False  # whether the log says that a callback unfroze others
         if self.training is not None:
             progress = self.training.progress
             self.on_step, self.on_epoch = [*self.on_step, *progress.on_step], [*self.on_epoch, *progress.on_epoch]
@@ -123,7 +129,7 @@ class TrainingLoop:
         run, batches, steps = self.run, self.length.batches, self.length.steps
         for batch, seen, ends_step, batches_in_step in self.history.timed(self._batches()):
             where = f"epoch {epoch}, batch {seen}"
-            rows, weight = distributed.shard_batch(batch, self.cursor.loader, least=0 if self.exact else 2)
+            rows, weight = self._own_rows(batch, where)
             rows = channels_last_images(rows) if self.channels_last else rows
             self.objective.advance(self.step / steps)
             # Reading the loss waits for the device, so off the CPU it is checked only now and then.
@@ -131,7 +137,7 @@ class TrainingLoop:
             total, losses = _forward(run, self.objective, rows, where, self.task.inputs, check=check)
             _backward(run, total / batches_in_step * weight, rows, where)
             total = total.detach()
-            self.history.add_loss(total)
+            self.history.add_loss(total * weight)
             if ends_step:
                 self._optimizer_step(where, losses)
             bar.update()
@@ -143,6 +149,15 @@ class TrainingLoop:
             has = "no length" if batches is None else f"length {batches}"
             raise DataError(f"the training loader has {has} and gave {self.cursor.batch} batches; it must not change")
         self._close_epoch(bar)
+
+    def _own_rows(self, batch: Any, where: str) -> tuple[Any, float]:
+        """Rows of this process in a batch, and the weight of their loss; DataError where the processes read other batches."""
+        least = 0 if self.exact else 2
+        if not self._compared:
+            check_same_batches(batch, self.cursor.loader, self.task.split_in_place, where, least=least)
+            self._compared = True
+        rows, weight = distributed.shard_batch(batch, self.cursor.loader, least=least)
+        return weigh_as_whole(self.objective, batch, rows, weight) if self.exact else (rows, weight)
 
     def _batches(self) -> Iterator[tuple[Any, int, bool, int]]:
         """Each batch of the epoch with its number from 1, whether it ends an optimizer step, and how many batches the step has.
@@ -195,8 +210,24 @@ class TrainingLoop:
             of = f"/{report.epochs}" if report.epochs else f", step {report.step}/{report.steps}"
             said = "" if metric is None else f", {self.task.metric_name} {metric:.4g}"
             announce(log, "%s: epoch %d%s, loss %.4g%s", self.label, report.epoch, of, mean, said)
-        call_back(self.on_epoch, report, f"epoch {report.epoch}: Train(on_epoch=...)")
+        call = functools.partial(call_back, self.on_epoch, report, f"epoch {report.epoch}: Train(on_epoch=...)")
+        call_and_share_(call, self.run.model)
+        self._warn_of_unfrozen()
         self.rates.after_epoch()
+
+    def _warn_of_unfrozen(self) -> None:
+        """Say once which parameter a callback has unfrozen, which no optimizer has."""
+        parameters = self.run.named_parameters().items()
+        unfrozen = [name for name, p in parameters if p.requires_grad and name not in self._trained]
+        if unfrozen and not self._unfrozen:
+            log.warning(
+                "%s: %s (%d in all) was unfrozen on the way, and is not trained: the optimizer has what required a gradient at"
+                " the start. Train twice, first with it frozen, then after requires_grad_(True)",
+                self.label,
+                unfrozen[0],
+                len(unfrozen),
+            )
+            self._unfrozen = True
 
     @property
     def _stage(self) -> str:
@@ -259,13 +290,11 @@ class TrainingLoop:
         run = self.run
         if distributed.world_size() == 1:
             return False
-        overflows = [scaler.found_inf for scaler in run.scalers.values()]
-        # FSDP2 has averaged the gradients of its shards already.
-        tensors = [] if is_sharded(run.model) else [*run.unscaled().values(), *overflows]
-        if not self.exact:
-            tensors += distributed.running_statistics(run.model)
-        (wishes,) = distributed.all_reduce_mean_(tensors, [float(self._save_is_due(self.step + 1))])
-        return wishes > 0
+        wish = float(self._save_is_due(self.step + 1))
+        statistics = [] if self.exact else distributed.running_statistics(run.model)
+        if is_sharded(run.model):  # FSDP2 has averaged the gradients of its shards already
+            return distributed.all_reduce_mean_(statistics, [wish])[0] > 0
+        return average_gradients_(run, self._trained, statistics, wish) > 0
 
     def _state(self) -> dict[str, Any]:
         """The state from which the training can be resumed with the same bits; tensors are not copied, shards put together."""
@@ -274,6 +303,7 @@ class TrainingLoop:
             "objective": self.objective.resume_state(),
             "resumables": [thing.resume_state() for thing in self.resumables],
             "random": randomness.rng_state(),
+            "losses": self.history.resume_state(),
         }
         state = {
             "step": self.step,
@@ -283,7 +313,6 @@ class TrainingLoop:
             "cursor": self.cursor.resume_state(),
             "validation": None if self.validation is None else self.validation.resume_state(),
             "rates": self.rates.resume_state(),
-            "epoch_losses": self.history.resume_state(),
         }
         return whole_on_rank_zero(state) if is_sharded(self.run.model) else state  # type: ignore[no-any-return]
 
@@ -301,7 +330,7 @@ class TrainingLoop:
             if self.validation is not None:
                 self.validation.resume_from_(shard_by_name(state["validation"], self.run.model))
             self.rates.resume_from_(state["rates"])
-            self.history.resume_from_(state.get("epoch_losses", (0.0, 0)))
+            self.history.resume_from_(rank_state.get("losses", state.get("epoch_losses", (0.0, 0))))
             randomness.set_rng_state_(rank_state["random"])
         except CompressError:
             raise
@@ -413,17 +442,6 @@ def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
 
-def _check_has_rows(batch: Any, where: str) -> None:
-    """Raise DataError for a batch without rows, whose mean loss is NaN, whatever the model is.
-
-    Only where the loss is not finite: a sum over no rows is 0. What is no tensor, such as pictures in NumPy arrays, may be rows.
-    """
-    shapes = [shape for shape in shapes_of(batch) if shape]
-    only_tensors = all(isinstance(v, Tensor) for v in torch.utils._pytree.tree_leaves(batch))
-    if only_tensors and shapes and all(0 in shape for shape in shapes):
-        raise DataError(f"{where}: wanted one row at least, got tensors of shape {shapes}; leave empty batches out")
-
-
 def _forward(
     run: mixed.Run, objective: Objective, batch: Any, where: str, inputs_of: Callable[[Any], Inputs], *, check: bool
 ) -> tuple[Tensor, Losses]:
@@ -442,15 +460,15 @@ def _forward(
         if is_out_of_memory(error):
             raise TrainingError(f"{where}: no memory for tensors of shape {shapes_of(batch)}; {LESS_MEMORY}") from error
         why = (isinstance(error, TypeError) and _inputs_in_a_tuple(run.model, batch, inputs_of)) or first_line(error)
-        if cause := remedy_of_one_row(error) or _not_finite(run.model):
+        if cause := remedy_of_one_row(error) or which_is_not_finite(run.model):
             why += f"; {cause}"
         raise TrainingError(f"{where}: the loss cannot be computed (tensors of shape {shapes_of(batch)}): {why}") from error
-    if wrong := _no_scalar(losses):
+    if wrong := no_scalar(losses):
         raise TrainingError(f"{where}: the objective wants scalar tensors by name, got {wrong}; reduce each to its mean")
     total = torch.stack([loss.float() for loss in losses.values()]).sum()
     if check and not math.isfinite(total.item()):
-        _check_has_rows(batch, where)
-        raise TrainingError(_why_not_finite(run.model, losses, batch, where))
+        check_batch_has_rows(batch, where)
+        raise TrainingError(why_not_finite(run.model, losses, batch, where))
     return total, losses
 
 
@@ -462,16 +480,6 @@ def _inputs_in_a_tuple(model: nn.Module, batch: Any, inputs_of: Callable[[Any], 
         return ""
 
 
-def _no_scalar(losses: Any) -> str:
-    """What an objective returned that is no scalar tensor; empty where all is well."""
-    if not isinstance(losses, Mapping) or not losses:
-        return type(losses).__name__ if losses or not isinstance(losses, Mapping) else "no loss"
-    for name, loss in losses.items():
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            return f"{name} = {f'a tensor {tuple(loss.shape)}' if isinstance(loss, Tensor) else type(loss).__name__}"
-    return ""
-
-
 def _backward(run: mixed.Run, loss: Tensor, batch: Any, where: str) -> None:
     try:
         run.backward(loss)
@@ -480,21 +488,3 @@ def _backward(run: mixed.Run, loss: Tensor, batch: Any, where: str) -> None:
         if is_out_of_memory(error):
             raise TrainingError(f"{where}: no memory for the gradients of {shapes_of(batch)}; {LESS_MEMORY}") from error
         raise TrainingError(f"{where}: no gradient of the loss: {first_line(error)}; does Task(predict=...) detach?") from error
-
-
-def _not_finite(model: nn.Module) -> str:
-    """Says which parameter is not finite, and what to do; "" where all are."""
-    bad = next((name for name, p in model.named_parameters() if not torch.isfinite(p).all()), None)
-    return (
-        "" if bad is None else f"the first parameter that is not finite is {bad}; lower the learning rate or set Train(clip=1.0)"
-    )
-
-
-def _why_not_finite(model: nn.Module, losses: Losses, batch: Any, where: str) -> str:
-    named = ", ".join(f"{name} = {loss.item():g}" for name, loss in losses.items())
-    tensors = [v for v in torch.utils._pytree.tree_leaves(batch) if isinstance(v, Tensor) and v.is_floating_point()]
-    if any(not torch.isfinite(v).all() for v in tensors):
-        cause = "the batch itself holds nan or inf; clean the data"
-    else:
-        cause = "all parameters are finite, so the forward pass overflowed; lower the learning rate, or look at the loss"
-    return f"{where}: the loss is not finite ({named}); {_not_finite(model) or cause}"

@@ -7,8 +7,11 @@ and pruned models keep them.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from torch import nn
+
+from compresskit.base import distributed
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +59,27 @@ def train_mode_(model: nn.Module, label: str) -> None:
             kept[0],
             len(kept),
         )
+
+
+def call_and_share_(call: Callable[[], None], model: nn.Module) -> None:
+    """Call a function that acts in process 0 alone; all processes get the modes and frozen parameters that it leaves there.
+
+    Raises:
+        TrainingError: in the other processes, where it raised an error in process 0.
+    """
+    modules, parameters = list(model.modules()), list(model.parameters())
+
+    def left() -> tuple[list[bool], list[bool]]:
+        call()
+        return [module.training for module in modules], [parameter.requires_grad for parameter in parameters]
+
+    modes, trained = distributed.on_rank_zero(left)
+    for module, training in zip(modules, modes, strict=True):
+        if module.training != training:
+            module.training = training
+    for parameter, requires_grad in zip(parameters, trained, strict=True):
+        if parameter.requires_grad != requires_grad:
+            parameter.requires_grad_(requires_grad)
 
 
 def _remembered(model: nn.Module) -> dict[str, bool]:

@@ -1,19 +1,25 @@
-"""The default objective, the task's own loss, and `bind_objective`, which prepares any objective for training."""
+"""The default objective, the task's own loss, and `bind_objective`, which prepares any objective for training.
+
+Also what a loss of several processes weighs, and what is wrong with a loss that is not finite.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
+from compresskit.base import distributed
 from compresskit.base.errors import CompressError, DataError, SettingError, first_line, is_out_of_memory
 from compresskit.base.objective import Losses, LossFunction, Objective, as_objective, bound
-from compresskit.base.task import Task, call, check_labels, shapes_of
+from compresskit.base.task import Task, call, check_labels, ignored_label, shapes_of
 from compresskit.measure import checked_shapes
 from compresskit.mixed.formats.parallel import reshard_
 
@@ -141,3 +147,101 @@ def bind_objective(objective: Objective | LossFunction | None, model: nn.Module,
     bound = (Supervised() if objective is None else as_objective(objective)).bind(model, task)
     reshard_(model)  # `bind` may have run the model
     return bound
+
+
+def weigh_as_whole(objective: Objective, batch: Any, rows: Any, weight: float) -> tuple[Any, float]:
+    """Return the rows of this process, and the weight with which the mean of all processes is the loss of the whole batch.
+
+    A mean over rows weighs by rows. Of a task's loss that is torch's own, cross-entropy and `nll_loss` of class indices weigh by
+    the labels that are not ignored and the weights of their classes, and `reduction="sum"` by the number of processes. Where a
+    process has no such label, its loss would be 0 / 0: it gets other labels, whose loss weighs nothing.
+
+    Args:
+        objective: is minimised; others than the task's loss keep `weight`.
+        batch: all rows.
+        rows: those of this process, of `distributed.shard_batch`.
+        weight: by rows; 0 where the row is one of another process.
+    """
+    if not isinstance(objective, Supervised) or not weight or rows is batch:
+        return rows, weight
+    task = bound(objective.task, objective)
+    count = distributed.world_size()
+    settings = _settings_in_torch(task.loss)
+    if settings.get("reduction") == "sum":
+        return rows, float(count)
+    own, target = (task.split_in_place(part)[1] for part in (rows, batch))
+    indices = isinstance(target, Tensor) and not target.is_floating_point()
+    if settings.get("reduction") != "mean" or not settings["divides"] or not indices:
+        return rows, weight
+    classes = settings["weight"]
+    part, whole = (_mass(labels, ignored_label(task.loss), classes) for labels in (own, target))
+    if not whole or part:
+        return rows, part * count / whole if whole else weight
+    label = 0 if classes is None else int(classes.argmax())
+    return pytree.tree_map(lambda value: torch.full_like(own, label) if value is own else value, rows), 0.0
+
+
+def _mass(labels: Tensor, ignored: int, classes: Tensor | None) -> float:
+    """The sum of the weights of the labels that are not ignored; without weights of classes, their number."""
+    kept = labels[labels != ignored]
+    if classes is None:
+        return float(len(kept))
+    inside = kept[(kept >= 0) & (kept < len(classes))]  # the loss itself says of others
+    return float(classes.detach().to(inside.device).double()[inside.long()].sum())
+
+
+def _settings_in_torch(loss: Any) -> dict[str, Any]:
+    """The reduction and the weights of classes of a loss of torch itself, and whether it divides by these; {} of any other.
+
+    loss: a function of torch.nn.functional, a partial of one by keywords, or a module of torch.nn.
+    """
+    if isinstance(loss, nn.Module) and type(loss).__module__ == nn.modules.loss.__name__:
+        weight = dict(loss.named_buffers()).get("weight")
+        divides = isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
+        return {"reduction": vars(loss).get("reduction"), "weight": weight, "divides": divides}
+    inner = loss.func if isinstance(loss, partial) and not loss.args else loss
+    if not isinstance(inner, FunctionType) or inner.__module__ != F.__name__:
+        return {}
+    given = loss.keywords if isinstance(loss, partial) else {}
+    divides = inner in (F.cross_entropy, F.nll_loss)
+    return {"reduction": given.get("reduction", "mean"), "weight": given.get("weight"), "divides": divides}
+
+
+def check_batch_has_rows(batch: Any, where: str) -> None:
+    """Raise DataError for a batch without rows, whose mean loss is NaN, whatever the model is.
+
+    Only where the loss is not finite: a sum over no rows is 0. What is no tensor, such as pictures in NumPy arrays, may be rows.
+    """
+    shapes = [shape for shape in shapes_of(batch) if shape]
+    only_tensors = all(isinstance(v, Tensor) for v in torch.utils._pytree.tree_leaves(batch))
+    if only_tensors and shapes and all(0 in shape for shape in shapes):
+        raise DataError(f"{where}: wanted one row at least, got tensors of shape {shapes}; leave empty batches out")
+
+
+def no_scalar(losses: Any) -> str:
+    """What an objective returned that is no scalar tensor; empty where all is well."""
+    if not isinstance(losses, Mapping) or not losses:
+        return type(losses).__name__ if losses or not isinstance(losses, Mapping) else "no loss"
+    for name, loss in losses.items():
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            return f"{name} = {f'a tensor {tuple(loss.shape)}' if isinstance(loss, Tensor) else type(loss).__name__}"
+    return ""
+
+
+def which_is_not_finite(model: nn.Module) -> str:
+    """Says which parameter is not finite, and what to do; "" where all are."""
+    bad = next((name for name, p in model.named_parameters() if not torch.isfinite(p).all()), None)
+    return (
+        "" if bad is None else f"the first parameter that is not finite is {bad}; lower the learning rate or set Train(clip=1.0)"
+    )
+
+
+def why_not_finite(model: nn.Module, losses: Losses, batch: Any, where: str) -> str:
+    """Says which losses are not finite, why, and what to do; begins with `where`."""
+    named = ", ".join(f"{name} = {loss.item():g}" for name, loss in losses.items())
+    tensors = [v for v in torch.utils._pytree.tree_leaves(batch) if isinstance(v, Tensor) and v.is_floating_point()]
+    if any(not torch.isfinite(v).all() for v in tensors):
+        cause = "the batch itself holds nan or inf; clean the data"
+    else:
+        cause = "all parameters are finite, so the forward pass overflowed; lower the learning rate, or look at the loss"
+    return f"{where}: the loss is not finite ({named}); {which_is_not_finite(model) or cause}"

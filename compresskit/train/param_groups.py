@@ -1,23 +1,26 @@
 """What an optimizer is given, and what it refuses.
 
-Its param groups by the names and shapes of the parameters, `Train(param_groups=no_decay_on_vectors)`; sparse gradients.
+Its param groups by the names and shapes of the parameters, `Train(param_groups=no_decay_on_vectors)`; gradients of several
+processes; sparse gradients.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from compresskit.base.distributed import is_peer_failure
+from compresskit import mixed
+from compresskit.base.distributed import all_reduce_mean_, is_peer_failure
 from compresskit.base.errors import CompressError, SettingError, TrainingError, first_line
 from compresskit.graph.quantized import float_names
 from compresskit.graph.surgery import parameter_owners
+from compresskit.mixed.formats.casts import in_fp32
 from compresskit.train.cursor import raise_if_worker_died
 
 log = logging.getLogger(__name__)
@@ -75,6 +78,34 @@ def groups_of(model: nn.Module, make: ParamGroups | None, *, quiet: bool = False
             "Train(param_groups=...): group %d of %d has no parameter; do the names fit the model?", empty[0], len(groups)
         )
     return groups
+
+
+def average_gradients_(run: mixed.Run, names: Iterable[str], others: Sequence[Tensor], flag: float) -> float:
+    """Average the gradients of a run over the processes in one message; return the sum of their flags.
+
+    A process in which a parameter has no gradient (a layer was left out, an expert had no rows) counts with zeros, and gets the
+    mean as well; a parameter that has none in any process keeps none.
+
+    Args:
+        run: has the gradients of this step.
+        names: of the parameters that are trained, the same in every process.
+        others: more tensors to average in place.
+        flag: of this process.
+    """
+    parameters, grads = run.named_parameters(), run.unscaled()
+    means = {name: grads[name] if name in grads else _zero_gradients(parameters[name]) for name in names}
+    overflows = [scaler.found_inf for scaler in run.scalers.values()]
+    has = [float(name in grads) for name in means]
+    flags, *counts = all_reduce_mean_([*means.values(), *overflows, *others], [flag, *has])
+    missing = [name for name, count in zip(means, counts, strict=True) if count and name not in grads]
+    grads = run.unscaled(zeros=missing) if missing else grads
+    for name in missing:
+        grads[name].copy_(means[name])
+    return flags
+
+
+def _zero_gradients(parameter: nn.Parameter) -> Tensor:
+    return in_fp32(torch.zeros_like(parameter))
 
 
 def warn_of_sparse_gradients(model: nn.Module, optimizer: Callable[..., Any]) -> None:

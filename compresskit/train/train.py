@@ -86,8 +86,8 @@ class Train(Stage):
         keep_best: end with the weights of the best measurement in place of the last ones.
         patience: end the training after so many measurements in a row without a better one; None for no early end.
         exact: of several processes, whether BatchNorm and the ranges of QAT see the rows of all, by messages in every layer, so
-            that the result is that of one process except for rounding. Otherwise each sees its own rows, as under torch's DDP,
-            and running averages are averaged once a step.
+            that the result is that of one process except for rounding, if the loss is a mean over rows or torch's cross-entropy
+            (docs/runs.md). Otherwise each sees its own rows, as under torch's DDP, and running averages are averaged once a step.
         on_step: a function, or several, that is called with a `StepReport` (losses, rates, metric) after every optimizer step. A
             resumed training calls it for the steps after the checkpoint.
         on_epoch: the same after every epoch, with an `EpochReport` (mean loss, metric, rates).

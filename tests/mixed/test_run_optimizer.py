@@ -139,16 +139,22 @@ def test_the_hugging_face_trainer(tmp_path) -> None:
             logits = self.net(x)
             return {"loss": nn.functional.cross_entropy(logits.float(), labels), "logits": logits}
 
+    class InRun(nn.Module):
+        def __init__(self, run) -> None:
+            super().__init__()
+            self.run, self.model = run, run.model
+
+        def forward(self, **inputs):
+            return self.run(**inputs)
+
     class HalfTrainer(transformers.Trainer):
         def __init__(self, run, **kwargs) -> None:
             super().__init__(model=run.model, optimizers=(ck.mixed.RunOptimizer(run), None), **kwargs)
-            self.run = run
+            self.in_run = InRun(run)
+            self.accelerator.backward = lambda loss, **kwargs: run.backward(loss)
 
-        def training_step(self, model, inputs, num_items_in_batch=None):
-            model.train()
-            loss = self.compute_loss(self.run, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
-            self.run.backward(loss / self.args.gradient_accumulation_steps)
-            return loss.detach()
+        def training_step(self, model, *args, **kwargs):
+            return super().training_step(self.in_run, *args, **kwargs)
 
     def train(resume=None) -> nn.Module:
         run = prepared(Named(), ck.mixed.MASTER_BF16)

@@ -129,6 +129,30 @@ def test_a_sample_of_a_network_with_time_first_is_all_its_steps(dims, tmp_path, 
     assert [tuple(value.shape) for value in timed] == [(9, 1, 6)]
 
 
+class Attended(nn.Module):
+    """Attention over positions, which come first, and a class for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.head = nn.ModuleList(nn.Linear(6, 16) for _ in range(3)), nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.head(F.scaled_dot_product_attention(*(layer(x).transpose(0, 1) for layer in self.enter)).mean(1))
+
+
+def test_a_table_is_of_the_example_where_its_first_dimension_is_no_batch(tmp_path, timed, caplog) -> None:
+    caplog.set_level("INFO", logger="compresskit")
+    data = [(torch.randn(40, 4, 6), torch.randint(0, 3, (4,)))]
+    stages = ck.Train(epochs=1), ck.Prune(budget=ck.keep(macs=0.7), round_to=2)
+    result = ck.Recipe(*stages, dynamic={"x": {0: "length"}}).run(Attended(), ck.Task(train=data, val=data), out=tmp_path)
+    dense, pruned = (row.macs for row in result.rows)
+    whole = 4 * (40 * 6 * 48 + 2 * 40 * 40 * 16 + 16 * 3)
+    assert dense == whole // 40
+    assert pruned == ck.count_macs(result.model, data[0][0]) <= 0.7 * dense
+    assert [len(value) for value in timed] == [40]
+    assert "latencies are of the first validation batch, of 40 rows: a single one is another workload" in caplog.text
+
+
 class Recurrent(nn.Module):
     """An LSTM and a head behind each of its steps."""
 

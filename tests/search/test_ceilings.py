@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import numpy as np
@@ -47,6 +48,20 @@ def test_numbers_may_be_of_numpy_or_torch() -> None:
         ck.at_most(drop=torch.zeros(2))
 
 
+def test_models_of_which_no_candidate_can_be_made_are_refused_first(tmp_path) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)).eval()
+    batches = [(torch.randn(4, 4), torch.zeros(4, dtype=torch.long))]
+    mixed = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2).bfloat16())
+    for model, why in (
+        (copy.deepcopy(net).half(), r"wanted fp32 weights, but 0.weight of Sequential is torch.float16; give model.float\(\)"),
+        (mixed, "wanted fp32 weights, but 1.weight of Sequential is torch.bfloat16"),
+        (ck.quant.quantize_static(net, [batches[0][0]]), "Sequential is quantized already; give the float model"),
+    ):
+        with pytest.raises(ck.ModelError, match=rf"compress\(model\): {why}"):
+            ck.compress(model, ck.Task(train=batches, val=batches), ck.at_most(bytes=10), out=tmp_path / "s")
+    assert not (tmp_path / "s").exists()
+
+
 def test_fractions_are_of_the_uncompressed_file() -> None:
     budget = ck.at_most(latency="0.4x", bytes="0.1x", macs="0.5x", drop=0.01)
     assert budget.absolute(DENSE) == pytest.approx({"latency": 4.0, "bytes": 100.0, "macs": 250.0, "drop": 0.01})
@@ -64,6 +79,7 @@ def test_fractions_are_of_the_uncompressed_file() -> None:
         ({"bytes": 0}, "got 0"),
         ({"drop": "0.1x"}, "got '0.1x'"),
         ({"drop": float("nan")}, "got nan"),
+        ({"bytes": 10**5000}, "got inf"),
         ({"macs": True}, "got True"),
         ({"macs": 0.5}, 'got 0.5; for a share of the uncompressed one write "0.5x"'),
         ({"bytes": "0.1"}, 'got .0.1.; for a share of the uncompressed one write "0.1x"'),

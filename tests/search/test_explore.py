@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from compresskit.search.candidate import Candidate
+from compresskit.quant.numerics.targets import X86
+from compresskit.search.candidate import Candidate, Removable
 from compresskit.search.explore import Explorer, asks_for_more, between, further, in_float, nearly_enough, nearly_within
 from compresskit.search.figures import Figures
 from compresskit.search.latency.stopwatch import Stopwatch
 from compresskit.search.outcome import Tried
+from compresskit.search.workers import Worker
 
 DENSE = Figures(metric=1.0, drop=0.0, latency=5.0, bytes=36, macs=100)
 
@@ -33,6 +36,64 @@ def test_what_asks_for_more_than_could_be_made_is_not_made() -> None:
     blocks = Tried(candidate=Candidate(blocks=2), failure="no such blocks")
     assert asks_for_more(Candidate(blocks=3), {**tried, blocks.candidate: blocks})
     assert not asks_for_more(Candidate(blocks=1), {**tried, blocks.candidate: blocks})
+
+
+class Waits(Exception):
+    """A process waits for others."""
+
+
+@pytest.fixture
+def explorer(tmp_path, monkeypatch):
+    """A function (what makes a candidate) -> the explorer of a new process, which ends with four, and where it would wait."""
+
+    def wait(seconds: float) -> None:
+        raise Waits
+
+    def explorer(make) -> Explorer:
+        shop = SimpleNamespace(
+            trains=False, gains_by_dynamic=False, has_large_tables=False, out=tmp_path, storages=("float", "int8", "int4"),
+            seed=0, target=X86, make=lambda candidate, *_: make(candidate),
+        )  # fmt: skip
+        return Explorer(
+            workshop=shop, stopwatch=SimpleNamespace(surely=lambda ms: ms), worker=Worker(tmp_path), dense=DENSE,
+            order=Removable(), ceilings={"bytes": 900.0}, judged=("bytes",), trials=4, name="s",
+        )  # fmt: skip
+
+    monkeypatch.setattr("compresskit.search.explore.time.sleep", wait)
+    return explorer
+
+
+def made(candidate: Candidate) -> Figures:
+    return Figures(metric=1.0, drop=1 - candidate.macs, latency=1.0, bytes=round(1000 * candidate.macs), macs=100)
+
+
+def explored(explorer: Explorer) -> set[str]:
+    """The names of what one process measured."""
+    with explorer.worker.at_work():
+        return {entry.candidate.name for entry in explorer.explore() if entry.figures is not None}
+
+
+def test_a_cut_that_fails_after_another_process_made_a_deeper_one_ends_no_search_in_waiting(explorer) -> None:
+    """Since less of it cannot be removed, the deeper one would not be tried; but it was made, and counts."""
+
+    def slow(candidate: Candidate) -> Figures | str:
+        if candidate != Candidate(macs=0.5):
+            return made(candidate)
+        with suppress(Waits):  # another process does what else there is to do meanwhile, and waits
+            explored(explorer(made))
+        return "its file does not agree with the model"
+
+    first = explored(explorer(slow))
+    assert len(first) == 4
+    assert "macs0.25-int8" in first
+    assert explored(explorer(slow)) == first  # the same call again
+
+
+def test_a_candidate_whose_folder_is_gone_and_that_cannot_be_made_again_ends_no_search_in_waiting(explorer) -> None:
+    first, gone = explored(explorer(made)), Candidate(macs=0.25)
+    again = explored(explorer(lambda candidate: "no longer" if candidate == gone else made(candidate)))
+    assert len(first) == len(again) == 4
+    assert first - again == {gone.name}
 
 
 def tried_of(**entries: tuple[float, float]) -> dict[Candidate, Tried]:

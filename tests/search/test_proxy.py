@@ -10,6 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 
 import compresskit as ck
 from compresskit.export.files import DiskError
+from compresskit.search.candidate import Candidate
 from compresskit.search.proxy import Workshop, held_out
 
 
@@ -29,6 +30,53 @@ def test_the_example_of_held_out_data_has_few_rows_and_the_data_all() -> None:
 @pytest.mark.parametrize("dynamic", [(), (1,), {"x": {0: "batch"}}], ids=repr)
 def test_the_example_is_whole_where_the_file_may_take_that_many_rows_alone(dynamic) -> None:
     assert len(held_out(ck.Task(val=batches(100)), 150, dynamic).example()[0]) == 100
+
+
+class Texts(torch.nn.Module):
+    """A classifier of texts, (N, T) whole numbers, of any length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.a, self.b = torch.nn.Embedding(20, 16), torch.nn.Conv1d(16, 32, 3, padding=1), torch.nn.Linear(32, 3)
+
+    def forward(self, x):
+        return self.b(self.a(self.table(x).mT).relu().mean(2))
+
+
+def padded(batch: list[tuple[torch.Tensor, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    longest = max(len(x) for x, _ in batch)
+    return torch.stack([torch.nn.functional.pad(x, (0, longest - len(x))) for x, _ in batch]), torch.tensor([y for _, y in batch])
+
+
+def texts(*lengths: int, shuffle: bool = False) -> DataLoader:
+    drawn = torch.Generator().manual_seed(0)
+    data = [(torch.randint(1, 20, (length,), generator=drawn), i % 3) for i, length in enumerate(lengths)]
+    return DataLoader(data, batch_size=8, shuffle=shuffle, collate_fn=padded)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "shuffle"),
+    [([4, 5, 60, *[4, 5] * 30], False), ([4 + i // 2 for i in range(63)], True)],
+    ids=["one is longer", "shuffled"],
+)
+def test_macs_of_candidates_and_of_finalists_are_of_the_same_sample(lengths, shuffle, tmp_path, monkeypatch) -> None:
+    """Batches of texts are as long as the longest in them, and the first batch held out has others than the first one of all."""
+    monkeypatch.setattr("compresskit.search.explore.first_candidates", lambda **_: [Candidate(bits="int8")])
+    task = ck.Task(train=texts(*lengths), val=texts(*lengths, shuffle=shuffle))
+    settings = {"out": tmp_path, "trials": 1, "finalists": 1, "seconds": 0.02, "held_out_samples": 16, "dynamic": (0, 1)}
+    found = ck.compress(Texts(), task, ck.at_most(bytes="2x", macs="1x"), **settings)
+    assert found.figures.macs == found.dense.macs == found.chosen.figures.macs
+    if not shuffle:
+        assert found.dense.macs == found.result.rows[-1].macs
+
+
+def test_each_process_counts_and_times_the_same_of_shuffled_data() -> None:
+    given = []
+    for seed in (1, 2):  # of the process
+        torch.manual_seed(seed)
+        held = held_out(ck.Task(val=texts(*range(4, 67), shuffle=True)), 16, (0,))
+        given.append((held.example()[0], held.whole[0]))
+    assert all(torch.equal(one, other) for one, other in zip(*given, strict=True))
 
 
 def test_the_example_is_whole_where_not_all_inputs_have_a_row_a_sample() -> None:

@@ -165,6 +165,21 @@ def test_trials_are_shared_out(tmp_path) -> None:
         assert mine.finished() == [Candidate()]
 
 
+def test_a_lock_that_a_killed_process_left_in_a_folder_that_was_moved_holds_up_nothing(tmp_path, monkeypatch) -> None:
+    (tmp_path / "study.log.lock").symlink_to(tmp_path / "elsewhere" / "study.log")  # which Optuna's own lock would wait for
+
+    def symlink(*given: object, **settings: object) -> None:
+        raise AssertionError("a link is left where its process is killed")
+
+    monkeypatch.setattr(os, "symlink", symlink)
+    worker = Worker(tmp_path)
+    with worker.at_work():
+        study = CandidateStudy(tmp_path, "s", worker, objectives=1, most={}, first=[Candidate()], seed=0)
+        trial, candidate = study.ask(1)
+        study.tell(trial, [1.0])
+        assert study.finished() == [candidate]
+
+
 def test_a_proposal_comes_next_and_once(tmp_path) -> None:
     worker, wanted = Worker(tmp_path), Candidate(macs=0.3, effort="balanced")
     with worker.at_work():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import enum
 import functools
+import math
 import os
 import runpy
 import subprocess
@@ -107,6 +109,45 @@ def names_of_the_script() -> list[str]:
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     names |= {(a.asname or a.name) for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom) for a in n.names}
     return sorted(name for name in names if not name.startswith("__"))
+
+
+class Kind(enum.StrEnum):
+    FEW = "few"
+
+
+class Level(enum.IntEnum):
+    HIGH = 3
+
+
+@pytest.mark.parametrize(
+    ("given", "plain"),
+    [
+        (np.geomspace(1e-3, 1e-1, 3)[1], 0.01),
+        ((np.float64(0.5), 0.25, np.int64(3), np.bool_(True), np.str_("text")), (0.5, 0.25, 3, True, "text")),
+        ([math.inf, -math.inf, np.float32(np.inf)], [math.inf, -math.inf, math.inf]),
+        ({np.int64(1): Kind.FEW, Level.HIGH: None}, {1: Kind.FEW, 3: None}),
+    ],
+    ids=["numpy", "tuple", "infinity", "enum"],
+)
+def test_values_are_written_as_python_that_makes_them(given, plain) -> None:
+    train = ck.Train(steps=4, clip=np.float64(2.0), optimizer=functools.partial(torch.optim.SGD, lr=given))
+    text = as_script(ck.Recipe(train), title="", name="recipe.py", out="again")
+    read = {"__name__": "worker", "__file__": "recipe.py"}
+    exec(text, read)
+    (stage,) = read["recipe"].stages
+    assert stage.optimizer.keywords == {"lr": plain}
+    assert stage.clip == 2.0
+
+
+def test_nan_is_written() -> None:
+    writer = SourceWriter()
+    assert (writer.source(math.nan, "here"), writer.imports()) == ("nan", "\nfrom math import nan\n")
+
+
+@pytest.mark.parametrize("value", [torch.tensor(0.1), np.ones(1), np.complex128(1j)], ids=["tensor", "array", "complex"])
+def test_what_python_does_not_write_is_refused(value) -> None:
+    with pytest.raises(ck.SettingError, match="here: .* cannot be written as Python"):
+        SourceWriter().source(functools.partial(torch.optim.SGD, lr=value), "here")
 
 
 @pytest.mark.parametrize("name", names_of_the_script())

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from rank_pairs import run_cases
 from torch import nn
 
@@ -146,7 +149,123 @@ def quantized(folder):
     return {"own": found[False], "exact": found[True]}
 
 
-CASES = (resumed, best, snapshots, elsewhere, refused, in_half, own_rows, quantized)
+class Experts(nn.Module):
+    """Rows that begin below 0 go through one layer, others through another; a third is for none."""
+
+    def __init__(self):
+        super().__init__()
+        self.low, self.high, self.none = nn.Linear(8, 4), nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 4)), nn.Linear(8, 4)
+
+    def forward(self, x):
+        low = x[:, 0] < 0
+        y = x.new_zeros(len(x), 4)
+        for layer, rows in ((self.low, low), (self.high, ~low)):
+            if rows.any():
+                y = y.masked_scatter(rows[:, None].expand(-1, 4), layer(x[rows]))
+        return y
+
+
+def expert_steps(precision="FP32"):
+    """The second process has no row for the first expert, and the first none for the second."""
+    torch.manual_seed(0)
+    x, model = torch.randn(16, 8), Experts()
+    x[:, 0] = torch.arange(16.0) - 7.5
+    sgd = partial(torch.optim.SGD, lr=0.5, momentum=0.9, weight_decay=0.1)
+    how = ck.Train(epochs=3, optimizer=sgd, schedule=ck.lr.Constant(), precision=getattr(ck.mixed, precision), clip=1.0)
+    fit_(model, ck.Task(train=[(x, torch.arange(16) % 4)]), how)
+    return {name: value.detach() for name, value in model.named_parameters()}
+
+
+def experts(folder):
+    return {precision: expert_steps(precision) for precision in ("FP32", "MASTER_BF16", "MASTER_FP16")}
+
+
+def trained_by(loss, labels):
+    """Exact steps by a loss on 33 rows, so that the processes have different numbers of them; and the losses that are told."""
+    torch.manual_seed(0)
+    model, told = nn.Linear(8, 4), []
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    how = ck.Train(
+        epochs=2, exact=True, optimizer=sgd, schedule=ck.lr.Constant(), on_epoch=lambda report: told.append(report.loss)
+    )
+    fit_(model, ck.Task(train=[(torch.randn(33, 8), labels)], loss=loss), how)
+    return {"weight": model.weight.detach(), "told": torch.tensor(told)}
+
+
+def by_losses():
+    """Losses that are no means over rows: of classes that weigh, of labels that are ignored, and sums."""
+    ordered, first_half = torch.arange(33) // 9, torch.arange(33) % 4
+    first_half[:16] = -100  # all of the first process
+    uneven = first_half.clone()
+    uneven[0], uneven[20] = 2, -100
+    weights = torch.tensor([1.0, 5.0, 0.1, 2.0])
+    return {
+        "plain": trained_by(F.cross_entropy, ordered),
+        "weights": trained_by(partial(F.cross_entropy, weight=weights, label_smoothing=0.1), ordered),
+        "module": trained_by(nn.CrossEntropyLoss(weight=weights, ignore_index=3), ordered),
+        "ignored": trained_by(F.cross_entropy, uneven),
+        "all ignored": trained_by(partial(F.cross_entropy, label_smoothing=0.1), first_half),
+        "sum": trained_by(partial(F.cross_entropy, reduction="sum"), ordered),
+        "squares": trained_by(lambda y, target: F.mse_loss(y[:, 0], target.float()), ordered),
+    }
+
+
+def losses(folder):
+    return by_losses()
+
+
+def read(batches):
+    """What a training says of batches; empty where nothing."""
+    records = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("compresskit").addHandler(handler)
+    try:
+        fit_(nn.Linear(8, 4), ck.Task(train=batches), ck.Train(epochs=1))
+    except ck.DataError as error:
+        return f"refused: {error}"
+    finally:
+        logging.getLogger("compresskit").removeHandler(handler)
+    return "; ".join(records)
+
+
+def reads(folder):
+    own = torch.Generator().manual_seed(dist.get_rank())
+    data = [(torch.full((8,), float(i)), i % 4) for i in range(64)]
+    part = torch.utils.data.Subset(data, range(dist.get_rank() * 9, 64, 2))
+    loader = partial(torch.utils.data.DataLoader, batch_size=8)
+    augmented = [(torch.randn(8, 8, generator=own), torch.arange(8) % 4)]
+    return {
+        "same": read(loader(data, shuffle=True)),
+        "part": read(list(loader(part, drop_last=True))[:3]),
+        "order": read(loader(data, shuffle=True, generator=own)),
+        "augmented": read(augmented),
+        "sampler": read(loader(data, sampler=torch.utils.data.distributed.DistributedSampler(data))),
+        "rows": read([(x[:3], y[:3] + dist.get_rank()) for x, y in augmented]),
+    }
+
+
+def told(folder):
+    """The loss of a batch whose second half is harder; a layer that a callback of the first process freezes."""
+    torch.manual_seed(0)
+    x, model = torch.randn(16, 8), nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    x[8:] *= 5
+    start, reported, frozen = {name: v.detach().clone() for name, v in model.named_parameters()}, [], []
+
+    def freeze(report):
+        reported.append(report.loss)
+        model[0].requires_grad_(False)
+        model[1].eval()
+        frozen.append(model[0].weight.detach().clone())
+
+    sgd = partial(torch.optim.SGD, lr=0.1, weight_decay=0.1)
+    how = ck.Train(epochs=3, exact=True, optimizer=sgd, schedule=ck.lr.Constant(), on_epoch=freeze)
+    fit_(model, ck.Task(train=[(x, torch.arange(16) % 4)]), how)
+    after = {name: v.detach() for name, v in model.state_dict().items()}
+    return {"x": x, "start": start, "reported": reported, "frozen": frozen, "after": after}
+
+
+CASES = (resumed, best, snapshots, elsewhere, refused, in_half, own_rows, quantized, experts, losses, reads, told)
 
 
 def main(rank: int, folder: str) -> None:

@@ -10,6 +10,7 @@ import torch
 from networks import build, image
 from torch import nn
 
+import compresskit as ck
 from compresskit.base.errors import DataError
 from compresskit.prune import reestimate_batchnorm_
 
@@ -52,3 +53,22 @@ def test_a_batch_is_looked_at_once_for_all_layers(monkeypatch) -> None:
     model = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(5)))
     reestimate_batchnorm_(model, [torch.randn(8, 4)] * 3)
     assert len(looks) == 3
+
+
+def test_weight_averages_of_a_qat_network_take_its_statistics_along() -> None:
+    """As docs/loops.md says: `update_bn` knows no layer of it, `use_buffers=True` averages statistics and ranges."""
+    torch.manual_seed(0)
+    batches = [torch.randn(8, 3, 6, 6) for _ in range(2)]
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval()
+    quantized = ck.quant.prepare_qat(model, [(x,) for x in batches]).train()
+    averaged = torch.optim.swa_utils.AveragedModel(quantized, use_buffers=True)
+    (name,) = [name for name, _ in quantized.named_buffers() if name.endswith("running_mean")]
+    seen = []
+    for x in batches:
+        quantized(5 + x)
+        averaged.update_parameters(quantized)
+        seen.append(quantized.get_buffer(name).clone())
+    torch.testing.assert_close(averaged.module.get_buffer(name), sum(seen) / 2)
+    before = {key: value.clone() for key, value in quantized.state_dict().items()}
+    torch.optim.swa_utils.update_bn(batches, quantized)
+    assert all(torch.equal(value, before[key]) for key, value in quantized.state_dict().items())

@@ -143,3 +143,17 @@ def test_what_callbacks_are_told_of_learning_rates_is_their_own() -> None:
     told = []
     fit_(network(), TASK, ck.Train(epochs=2, on_step=lambda r: r.learning_rates.append(7.0), on_epoch=told.append))
     assert [len(report.learning_rates) for report in told] == [1, 1]
+
+
+def test_a_layer_that_is_unfrozen_on_the_way_is_named_once(caplog) -> None:
+    model = network()
+    model[0].requires_grad_(False)
+    before = model[0].weight.detach().clone()
+    fit_(model, TASK, ck.Train(epochs=3, on_epoch=lambda report: model[0].requires_grad_(True)))
+    (record,) = [r for r in caplog.records if "unfrozen" in r.getMessage()]
+    assert "train: 0.weight (2 in all) was unfrozen on the way, and is not trained" in record.getMessage()
+    assert torch.equal(model[0].weight, before)
+    caplog.clear()
+    fit_(model, TASK, ck.Train(epochs=2, on_epoch=lambda report: model[0].requires_grad_(report.epoch == 2)))
+    assert not [r for r in caplog.records if "unfrozen" in r.getMessage()], "the optimizer has what a callback froze meanwhile"
+    assert not torch.equal(model[0].weight, before)

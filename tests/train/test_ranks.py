@@ -1,4 +1,4 @@
-"""Two processes (gloo): a model under FSDP2 is saved on its way and goes on with the same bits; rows of one's own, or of all."""
+"""Two processes (gloo): a model under FSDP2 goes on with the same bits; rows of one's own, or of all; what the processes read."""
 
 from __future__ import annotations
 
@@ -101,3 +101,48 @@ def test_ranges_of_own_rows_are_close_to_those_of_all(two) -> None:
     found = two[0][0]["quantized"]
     assert any(not torch.equal(value, found["exact"][name]) for name, value in found["own"].items())
     assert F.cosine_similarity(found["own"]["outputs"].flatten(), found["exact"]["outputs"].flatten(), 0) > 0.9
+
+
+@pytest.mark.filterwarnings("ignore:fp16 on a CPU:UserWarning")
+def test_a_layer_that_one_process_does_not_use_gets_the_mean(two) -> None:
+    first, second = (rank["experts"] for rank in two[0])
+    for precision, tolerance in (("FP32", 1e-6), ("MASTER_BF16", 1e-2), ("MASTER_FP16", 1e-2)):
+        alone = ranks.expert_steps(precision)
+        for name, value in alone.items():
+            assert torch.equal(first[precision][name], second[precision][name]), name
+            torch.testing.assert_close(first[precision][name], value, atol=tolerance, rtol=tolerance)
+    torch.manual_seed(0)
+    torch.randn(16, 8)
+    assert torch.equal(first["FP32"]["none.weight"], ranks.Experts().none.weight), "what no process uses is not decayed"
+
+
+def test_exact_weighs_labels_as_the_loss_does(two) -> None:
+    for name, alone in ranks.by_losses().items():
+        for found in (rank["losses"][name] for rank in two[0]):
+            torch.testing.assert_close(found["weight"], alone["weight"], atol=1e-6, rtol=1e-5, msg=name)
+        torch.testing.assert_close(two[0][0]["losses"][name]["told"], alone["told"], atol=1e-5, rtol=1e-5, msg=name)
+
+
+def test_processes_that_read_other_samples_are_refused(two) -> None:
+    first, second = (rank["reads"] for rank in two[0])
+    for name in ("part", "order"):
+        for found in (first, second):
+            assert found[name].startswith("refused: epoch 1, batch 1: process 1 reads other samples than process 0."), name
+            assert "DistributedSampler" in found[name]
+    assert "process 1 reads another batch than process 0. That is well where augmentations alone differ" in first["augmented"]
+    assert not second["augmented"]
+    for name in ("same", "sampler", "rows"):
+        assert not first[name], name
+        assert not second[name], name
+
+
+def test_an_epoch_tells_the_loss_of_all_rows_and_what_it_froze_is_frozen_in_all(two) -> None:
+    first, second = (rank["told"] for rank in two[0])
+    assert not second["reported"]
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 4))
+    model.load_state_dict({**model.state_dict(), **first["start"]})
+    assert first["reported"][0] == pytest.approx(F.cross_entropy(model(first["x"]), torch.arange(16) % 4).item(), rel=1e-4)
+    for name, value in first["after"].items():
+        assert torch.equal(value, second["after"][name]), name
+    assert not torch.equal(first["frozen"][0], first["start"]["0.weight"])
+    assert all(torch.equal(weight, first["after"]["0.weight"]) for weight in first["frozen"])

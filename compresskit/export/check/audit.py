@@ -11,6 +11,7 @@ from compresskit.base.errors import SettingError
 from compresskit.base.inputs import AnyInputs
 from compresskit.base.settings import check_flag, check_timing, check_whole_number
 from compresskit.export.check.benchmark import ask_for_sizes, random_inputs, shared_inputs
+from compresskit.export.check.oldest_runtime import file_opset, oldest_runtime
 from compresskit.export.check.profile.layers import Profile, profile_layers
 from compresskit.export.check.profile.optimized_graph import (
     ANY_TYPE,
@@ -19,29 +20,15 @@ from compresskit.export.check.profile.optimized_graph import (
     all_nodes,
     constant_shapes,
     fix_dimensions_,
+    inferred_graph,
     narrow_values,
     node_macs,
     optimized_model,
     value_shapes,
+    value_types,
 )
 from compresskit.export.files import read_proto
 
-#: Newest opset and IR version that a release of onnxruntime reads -> the release. From 1.15 on that was tried
-#: (benchmarks/old_runtimes.md), before that it is by its own table. `_kernel_release` has kernels that came later.
-RUNTIMES = {
-    (13, 7): (1, 7),
-    (14, 7): (1, 8),
-    (15, 8): (1, 10),
-    (16, 8): (1, 11),
-    (17, 8): (1, 12),
-    (18, 8): (1, 14),
-    (19, 9): (1, 15),
-    (20, 9): (1, 17),
-    (21, 10): (1, 18),
-    (22, 10): (1, 21),
-    (23, 11): (1, 23),
-    (25, 13): (1, 24),
-}
 SHOWN = 8  # names of float layers that are printed
 
 
@@ -137,7 +124,8 @@ def _count_operators(path: str | Path, size: int) -> Audit:
     optimized = optimized_model(path)
     rows, names = fix_dimensions_(proto.graph, size)
     fix_dimensions_(optimized.graph, size, names)
-    shapes = value_shapes(proto) | value_shapes(optimized)
+    known = inferred_graph(proto)
+    shapes = value_shapes(known) | value_shapes(inferred_graph(optimized))
     nodes, weights = list(all_nodes(optimized.graph)), constant_shapes(optimized.graph)
     narrow = narrow_values(optimized.graph, (onnx.TensorProto.UINT8, onnx.TensorProto.INT8))
     done: Counter[str] = Counter()
@@ -162,8 +150,8 @@ def _count_operators(path: str | Path, size: int) -> Audit:
         macs_integer=macs_integer,
         macs=macs,
         conversions=conversions,
-        opset=_opset(proto),
-        oldest_runtime=_oldest_runtime(proto),
+        opset=file_opset(proto),
+        oldest_runtime=oldest_runtime(proto, value_types(known)),
     )
 
 
@@ -181,22 +169,3 @@ def _profile(
         ask_for_sizes(path, size, "audit(profile=True)", "give inputs=, or size=")
         inputs = shared_inputs(random_inputs(path, batch=batch, size=size or 1), [] if against is None else [against])
     return profile_layers(path, inputs, against=against, threads=threads, seconds=seconds)
-
-
-def _opset(proto: Any) -> int:
-    """Version of the standard operators of a file."""
-    return max((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), default=1)
-
-
-def _oldest_runtime(proto: Any) -> str:
-    """The oldest release of onnxruntime that knows the opset, the IR version and the kernels of a file."""
-    readers = [release for (opset, ir), release in RUNTIMES.items() if opset >= _opset(proto) and ir >= proto.ir_version]
-    needed = [release for node in all_nodes(proto.graph) if (release := _kernel_release(node)) is not None]
-    return "{}.{}".format(*max([min(readers), *needed])) if readers else ""
-
-
-def _kernel_release(node: Any) -> tuple[int, int] | None:
-    """The release of onnxruntime that brought the kernel of a node, where it is younger than the operator."""
-    if node.op_type == "DequantizeLinear" and any(a.name == "block_size" and a.i for a in node.attribute):
-        return (1, 19)
-    return {"MatMulNBits": (1, 17), "GatherBlockQuantized": (1, 23)}.get(node.op_type)

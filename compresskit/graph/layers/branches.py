@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from compresskit.graph.layers.channel_affine import affine_of
+from compresskit.graph.layers.channel_affine import ChannelAffine, affine_of
 from compresskit.graph.layers.geometry import Geometry, parallel, placed, pointwise
 from compresskit.graph.layers.merging import Merging, geometry_of, is_stored_layer, layer_axis, node_rank, set_geometry_
 from compresskit.graph.layers.stored import bias_of, replace_weights_
@@ -29,7 +29,8 @@ class _Branch:
     """A summand as a layer of the value that it reads.
 
     node: the summand. sign: 1 or -1. kind: it is a layer, the scaled and shifted value, or the value itself. weight, bias: in
-    float64. mask: of the weight, True where it may be other than zero; None for everywhere. macs: of one position.
+    float64. mask: of the weight, True where it may be other than zero; None for everywhere. macs: of one position. before: the
+    operators between the value and the summand.
     """
 
     node: Node
@@ -40,6 +41,7 @@ class _Branch:
     bias: Tensor | None
     mask: Tensor | None
     macs: int
+    before: tuple[Node, ...] = ()
 
 
 def merge_branches_(merging: Merging) -> bool:
@@ -97,7 +99,7 @@ def _merged_summands(merging: Merging, summands: list[tuple[Node, int]]) -> dict
     ]
     for x, target in dict.fromkeys((node.args[0], node.target) for _, node in layers):
         own = [(i, node) for i, node in layers if node.args[0] is x and node.target is target and merging.is_alone(node)]
-        if not own or sum(node is x or x in node.all_input_nodes for node in nodes) < 2:
+        if not own or sum(_is_of_value(merging, node, x) for node in nodes) < 2:
             continue
         branches = {i: _of_layer(merging, node, summands[i][1]) for i, node in own}
         for i, (node, sign) in enumerate(summands):
@@ -107,6 +109,24 @@ def _merged_summands(merging: Merging, summands: list[tuple[Node, int]]) -> dict
             _merge_branches(merging, [branches[i] for i in places])
             gone |= dict.fromkeys(places, branches[places[0]].node)
     return gone
+
+
+def _is_of_value(merging: Merging, node: Node, x: Node) -> bool:
+    return node is x or x in node.all_input_nodes or _scaled_value(merging, node, x) is not None
+
+
+def _scaled_value(merging: Merging, node: Node, x: Node) -> tuple[ChannelAffine, tuple[Node, ...]] | None:
+    """The scale and shift of x that a summand is, by one operator or several, and those before the last one; None for others."""
+    whole: ChannelAffine | None = None
+    steps: list[Node] = []
+    while node is not x or whole is None:
+        affine = affine_of(merging.module, node, merging.constants) if len(node.users) == 1 else None
+        whole = affine if affine is None or whole is None else affine.then(whole)
+        if affine is None or whole is None:
+            return None
+        steps.append(node)
+        node = affine.x
+    return whole, tuple(steps[1:])
 
 
 def _of_layer(merging: Merging, node: Node, sign: int) -> _Branch:
@@ -128,14 +148,15 @@ def _of_value(merging: Merging, node: Node, sign: int, x: Node, like: Node) -> _
     channels = geometry_of(merging.module, like).inputs
     if node is x:
         return _pointwise(node, sign, merging.weight(like).new_ones(channels), None, like)
-    affine = affine_of(merging.module, node, merging.constants) if len(node.users) == 1 else None
-    if affine is None or affine.x is not x or affine.axis not in (None, layer_axis(like)):
+    found = _scaled_value(merging, node, x)
+    if found is None or found[0].axis not in (None, layer_axis(like)):
         return None
+    affine, before = found
     scale, shift = affine.expanded(channels)
     finite = bool(scale.isfinite().all()) and bool(shift.isfinite().all())
     if not merging.replays and (not finite or (affine.trains and not merging.trains(like))):
         return None
-    return _pointwise(node, sign, scale, shift if affine.shifts else None, like)
+    return replace(_pointwise(node, sign, scale, shift if affine.shifts else None, like), before=before)
 
 
 def _pointwise(node: Node, sign: int, scale: Tensor, bias: Tensor | None, like: Node) -> _Branch:
@@ -173,17 +194,24 @@ def _may_join(merging: Merging, group: Sequence[_Branch], branch: _Branch) -> bo
     if not merging.may_join("branch", into, branch.node, layer=is_layer):
         return False
     if not merging.replays:
+        if not all(merging.may_join("branch", into, step, layer=False) for step in branch.before):
+            return False
         if is_layer and (merging.trains(branch.node) != merging.trains(into) or merging.has_levels(branch.node)):
             return False
         if merging.has_levels(into):
             return False
-        if branch.kind == "value" and not merging.rules.lone_identities and len(group) < 2:
-            return False
     whole, alone = parallel([*(b.geometry for b in group), branch.geometry]), parallel([b.geometry for b in group])
     if whole is None or alone is None or whole.macs > alone.macs + branch.macs:
         return False
-    least = merging.rules.least_decibels
-    return merging.replays or least is None or _decibels_in_eight_bits(_summed([*group, branch], whole)) >= least
+    return merging.replays or _may_be_rounded(merging, group, branch, whole)
+
+
+def _may_be_rounded(merging: Merging, group: Sequence[_Branch], branch: _Branch, whole: Geometry) -> bool:
+    rules, weight = merging.rules, _summed([*group, branch], whole)
+    if rules.least_decibels is not None and _decibels_in_eight_bits(weight) < rules.least_decibels:
+        return False
+    is_lone = branch.kind == "value" and len(group) < 2
+    return not is_lone or rules.takes_identity is None or rules.takes_identity(group[0].node, weight)
 
 
 def _summed(group: Sequence[_Branch], whole: Geometry) -> Tensor:
@@ -215,7 +243,8 @@ def _merge_branches(merging: Merging, group: Sequence[_Branch]) -> None:
         kept = [torch.ones_like(b.weight) if b.mask is None else b.mask.to(b.weight) for b in group]
         parts = [placed(values, b.geometry, whole) for values, b in zip(kept, group, strict=True)]
         mask = torch.stack(parts).sum(0) > 0
-    merging.forget_fold_(layer)
+    for branch in group:
+        merging.forget_fold_(branch.node)
     replace_weights_(merging.module, layer, weight, torch.stack(biases).sum(0) if biases else None, mask)
     set_geometry_(layer, whole)
     merging.joined("branch", layer, [branch.node for branch in group[1:]])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compresskit.graph.layers.geometry import Geometry, composed, consecutive
 from compresskit.graph.layers.merging import Merging, geometry_of, is_stored_layer, positions, set_geometry_
-from compresskit.graph.layers.stored import bias_of, replace_weights_
+from compresskit.graph.layers.stored import bias_of, replace_weights_, sum_over_inputs
 from compresskit.graph.normalize import Node
 
 
@@ -50,6 +50,8 @@ def _merged_geometry(merging: Merging, first: Node, second: Node) -> Geometry | 
 
 def _merge_pair(merging: Merging, first: Node, second: Node) -> None:
     module = merging.module
+    for layer in (first, second):
+        merging.settle_(layer)
     a, b = geometry_of(module, first), geometry_of(module, second)
     whole = _merged_geometry(merging, first, second)
     assert whole is not None
@@ -71,9 +73,3 @@ def _merge_pair(merging: Merging, first: Node, second: Node) -> None:
     set_geometry_(second, whole)
     merging.joined("sequence", second, [first])
     module.graph.erase_node(first)
-
-
-def sum_over_inputs(weight: Tensor, values: Tensor, groups: int) -> Tensor:
-    """What a layer makes of an input that has one value for each channel everywhere, (channels,)."""
-    grouped = weight.unflatten(0, (groups, -1)).flatten(3).sum(3) if weight.ndim > 2 else weight.unflatten(0, (groups, -1))
-    return (grouped * values.view(groups, 1, -1)).sum(2).flatten()

@@ -14,8 +14,8 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from compresskit.graph.capture import parameter_name
 from compresskit.graph.layers.channel_affine import ChannelAffine, affine_of
-from compresskit.graph.layers.consecutive import sum_over_inputs
 from compresskit.graph.layers.merging import Merging, geometry_of, is_stored_layer, layer_axis, node_rank
 from compresskit.graph.layers.stored import (
     LAYOUT_OPERATORS,
@@ -23,10 +23,12 @@ from compresskit.graph.layers.stored import (
     bias_of,
     fold_affine_,
     replace_weights_,
+    scaled_inputs,
     stored_value,
+    sum_over_inputs,
 )
 from compresskit.graph.normalize import Node, aten
-from compresskit.graph.surgery import free_name
+from compresskit.graph.surgery import free_name, get_tensor
 
 
 def fold_constants_(merging: Merging) -> bool:
@@ -79,22 +81,27 @@ def _is_transposed(merging: Merging, node: Node) -> bool:
 
 
 def _fold_after(merging: Merging, layer: Node, node: Node, affine: ChannelAffine) -> None:
-    weight = merging.weight(layer)
-    scale, shift = affine.expanded(weight.shape[1 if layer.target in TRANSPOSED_CONVS else 0])
-    fold = merging.fold_of(layer)
-    if fold is not None:
-        gamma, beta = fold.tensors["gamma"], fold.tensors["beta"]
-        gamma = scale if gamma is None else gamma.double() * scale
-        merging.change_fold_(layer, gamma=gamma, beta=shift if beta is None else beta.double() * scale + shift)
+    weight, axis = merging.weight(layer), 1 if layer.target in TRANSPOSED_CONVS else 0
+    scale, shift = affine.expanded(weight.shape[axis])
+    gain = _trained_scale(merging, node) if affine.trains else None
+    merging.scaled_(layer, lambda scales: scales.after(scale, shift if affine.shifts else None, gain))
     if affine.shifts or bias_of(layer) is not None:
         fold_affine_(merging.module, layer, scale, torch.zeros_like(scale), shift)
     else:
         shape = [1] * weight.ndim
-        shape[1 if layer.target in TRANSPOSED_CONVS else 0] = -1
+        shape[axis] = -1
         replace_weights_(merging.module, layer, weight * scale.view(shape), None)
     merging.joined("after", layer, [node])
     node.replace_all_uses_with(affine.x)
     merging.module.graph.erase_node(node)
+
+
+def _trained_scale(merging: Merging, node: Node) -> tuple[str, Tensor] | None:
+    """Name and values of the parameter that a product multiplies by, as the layer scale of a ConvNeXt; None for others."""
+    if node.target is not aten.mul.Tensor:
+        return None
+    name = next((name for operand in node.args if (name := parameter_name(operand)) is not None), None)
+    return None if name is None else (name, get_tensor(merging.module, name).detach().flatten())
 
 
 def _steps_before(merging: Merging, layer: Node) -> tuple[list[Node], ChannelAffine] | None:
@@ -129,29 +136,17 @@ def _fold_before(merging: Merging, layer: Node) -> None:
         rounds = merging.rules.rounds
         if rounds is not None and not rounds(layer, affine, rest):
             return
-    shift = torch.zeros_like(shift) if rest is not None else shift
-    fold = merging.fold_of(layer)
-    if fold is not None:
-        then, own = fold.tensors["weight"], fold.tensors["bias"]
-        assert then is not None
-        moved = sum_over_inputs(then.double(), shift, geometry.groups) + (0 if own is None else own.double())
-        kept = own is None and not (affine.shifts and rest is None)
-        merging.change_fold_(layer, weight=_scaled_inputs(then.double(), scale, geometry.groups), bias=None if kept else moved)
+    shifts = affine.shifts and rest is None
+    merging.scaled_(layer, lambda scales: scales.before(scale, shift if shifts else None))
     bias = merging.value(bias_of(layer))
-    if affine.shifts and rest is None:
+    if shifts:
         bias = sum_over_inputs(weight, shift, geometry.groups) + (0 if bias is None else bias)
-    replace_weights_(merging.module, layer, _scaled_inputs(weight, scale, geometry.groups), bias)
+    replace_weights_(merging.module, layer, scaled_inputs(weight, scale, geometry.groups), bias)
     x = affine.x if rest is None else _insert_constant(merging, layer, affine.x, aten.add.Tensor, rest, layer_axis(layer))
     layer.args = (x, *layer.args[1:])
     merging.joined("before", layer, steps)
     for step in steps:
         merging.module.graph.erase_node(step)
-
-
-def _scaled_inputs(weight: Tensor, scale: Tensor, groups: int) -> Tensor:
-    """A weight times a number for each input channel."""
-    factor = scale.view(groups, 1, -1, *[1] * (weight.ndim - 2))
-    return (weight.unflatten(0, (groups, -1)) * factor).flatten(0, 1)
 
 
 def _insert_constant(merging: Merging, before: Node, x: Node, target: object, values: Tensor, axis: int | None) -> Node:

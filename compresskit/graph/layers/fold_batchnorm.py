@@ -8,34 +8,99 @@ It comes before quantizers are inserted: a BatchNorm after a quantized convoluti
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from compresskit.graph.capture import parameter_name
-from compresskit.graph.layers.stored import CONVS, TRANSPOSED_CONVS, bias_of, drop_unused_, fold_affine_, stored_value
+from compresskit.graph.layers.stored import (
+    CONVS,
+    TRANSPOSED_CONVS,
+    Scales,
+    bias_of,
+    drop_unused_,
+    fold_affine_,
+    scaled_inputs,
+    stored_value,
+    sum_over_inputs,
+)
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import get_tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class FoldedBatchNorm:
-    """A layer and the BatchNorm that was folded into it, as they were before.
+class FoldedScales:
+    """A layer as it was before scales and shifts by constants were merged into it.
 
-    layer: the node. others: further calls of the same layer and BatchNorm. norm: dotted path of the BatchNorm.
-    tensors: weight, bias (of the layer), gamma, beta, mean, var.
-    frozen: those of them that required no gradient.
+    layer: the node. tensors: weight, bias. frozen: those of them that required no gradient. scales: what was merged into it.
     """
 
     layer: Node
+    tensors: dict[str, Tensor | None]
+    frozen: frozenset[str] = frozenset()
+    scales: Scales | None = None
+
+    def entered(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias with what was merged before the layer, in float64."""
+        weight, bias, scales = self.tensors["weight"], self.tensors["bias"], self.scales
+        assert weight is not None
+        weight, bias = weight.double(), None if bias is None else bias.double()
+        if scales is not None and scales.entering is not None:
+            bias = sum_over_inputs(weight, scales.entering, scales.groups) + (0 if bias is None else bias)
+        if scales is not None and scales.inward is not None:
+            weight = scaled_inputs(weight, scales.inward, scales.groups)
+        return weight, bias
+
+    def moved(self, layer: Node, weight: Tensor) -> FoldedScales | None:
+        """The same of a convolution or linear layer that took the place of this one, and stores such a weight; or None.
+
+        It may read each input, or compute each output, several times in a row: patches, the phases of a transposed convolution.
+        """
+        own, bias = self.tensors["weight"], self.tensors["bias"]
+        assert own is not None
+        assert self.scales is not None
+        scales = self.scales.resized(weight)
+        factor = scales.factor(weight)
+        if self.scales.axis == 0 and own.numel() == weight.numel():
+            own = own.reshape(weight.shape)
+        elif bool((factor != 0).all()):
+            own = (weight.double() / factor).to(weight.dtype)
+        if own.shape != weight.shape or not torch.allclose(own.double() * factor, weight.double(), rtol=1e-5, atol=0):
+            return None
+        bias = None if bias is None else bias.repeat_interleave(len(own) // len(bias))
+        return FoldedScales(layer=layer, tensors={"weight": own, "bias": bias}, frozen=self.frozen, scales=scales)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoldedBatchNorm(FoldedScales):
+    """A layer and the BatchNorm that was folded into it, as they were before.
+
+    others: further calls of the same layer and BatchNorm. norm: dotted path of the BatchNorm.
+    tensors: gamma, beta, mean, var, too. scales: what was merged before the layer and behind the BatchNorm.
+    """
+
     others: tuple[Node, ...] = ()
     norm: str
-    tensors: dict[str, Tensor | None]
     momentum: float
     eps: float
-    frozen: frozenset[str] = frozenset()
+
+    def settled(self) -> FoldedBatchNorm:
+        """The same with the scales in the tensors of layer and BatchNorm."""
+        weight, bias = self.entered()
+        tensors: dict[str, Tensor | None] = {"weight": weight, "bias": bias}
+        gamma, beta, scales = self.tensors["gamma"], self.tensors["beta"], self.scales or Scales()
+        for factor in (scales.outward, None if scales.gain is None else scales.gain[1].double()):
+            if factor is not None:
+                gamma = factor if gamma is None else gamma.double() * factor
+                beta = None if beta is None else beta.double() * factor
+        if scales.leaving is not None:
+            beta = scales.leaving if beta is None else beta.double() + scales.leaving
+        tensors |= {"gamma": gamma, "beta": beta}
+        like = self.tensors["var"]
+        rounded = {name: None if value is None else value.to(like) for name, value in tensors.items()}
+        return replace(self, tensors={**self.tensors, **rounded}, scales=None)
 
 
 def fold_batchnorm_(module: fx.GraphModule, folds: list[FoldedBatchNorm] | None = None) -> int:

@@ -17,21 +17,22 @@ from torch import fx
 from compresskit.graph.layers.branches import merge_branches_
 from compresskit.graph.layers.consecutive import merge_consecutive_
 from compresskit.graph.layers.constants import fold_constants_, join_chains_
-from compresskit.graph.layers.fold_batchnorm import FoldedBatchNorm
+from compresskit.graph.layers.fold_batchnorm import FoldedScales
 from compresskit.graph.layers.merging import MergedLayer, MergeRules, Merging
 from compresskit.graph.layers.stored import drop_unused_
 
 
 def merge_layers_(
-    module: fx.GraphModule, rules: MergeRules | None = None, folds: list[FoldedBatchNorm] | None = None
+    module: fx.GraphModule, rules: MergeRules | None = None, folds: list[FoldedScales] | None = None
 ) -> list[MergedLayer]:
     """Merge the layers of a captured graph whose BatchNorm is folded, in place.
 
     Args:
         module: the graph.
         rules: what may be merged; None merges all that can be.
-        folds: records of the BatchNorms that were folded. They are changed with their layers, such that training can still unfold
-            them; those of layers that became one with others are removed.
+        folds: records of the BatchNorms that were folded; receives those of the layers that scales and shifts are merged into,
+            too. They are changed with their layers, such that training can still unfold them; those of layers that became one
+            with others are removed.
 
     Returns what was merged, in order; the same again as `rules.recorded` gives the same graph.
     """

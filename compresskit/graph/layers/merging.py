@@ -16,9 +16,9 @@ from torch import Tensor, fx
 
 from compresskit.graph.capture import module_path, parameter_name
 from compresskit.graph.layers.channel_affine import ChannelAffine, constant_nodes
-from compresskit.graph.layers.fold_batchnorm import FoldedBatchNorm
+from compresskit.graph.layers.fold_batchnorm import FoldedBatchNorm, FoldedScales
 from compresskit.graph.layers.geometry import Geometry
-from compresskit.graph.layers.stored import CONVS, bias_of, each_dimension, readers_of, stored_value
+from compresskit.graph.layers.stored import CONVS, TRANSPOSED_CONVS, Scales, bias_of, each_dimension, readers_of, stored_value
 from compresskit.graph.masks import MASK_PREFIX
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import get_tensor, owner
@@ -40,6 +40,9 @@ class MergedLayer(NamedTuple):
 #: (layer, scale and shift of what it reads, shift that would be left) -> whether the value that it reads then may be rounded.
 Rounds = Callable[[Node, ChannelAffine, Tensor | None], bool]
 
+#: (layer, its weight with an identity added) -> whether that weight may be rounded.
+TakesIdentity = Callable[[Node, Tensor], bool]
+
 
 @dataclass(frozen=True, kw_only=True)
 class MergeRules:
@@ -47,8 +50,8 @@ class MergeRules:
 
     skip: names of modules or nodes that the user treats apart; layers under different ones stay apart.
     named: names of modules for which the user chose something else; what one covers is not merged into a layer that it does not.
-    lone_identities: whether x + conv(x), which saves an addition and no layer, is merged. In eight bits the ones that it adds to
-        the weights would make the grid of all others coarse.
+    takes_identity: asked where x + conv(x), which saves an addition and no layer, would be merged; None allows all. In eight bits
+        the ones that it adds to the weights make the grid of all others coarse.
     least_decibels: signal-to-noise ratio that the weights of merged branches must have in eight bits, in dB; None allows all.
     rounds: asked where a scale or shift before a layer would be folded, so that the layer reads other values; None allows all.
     recorded: what was merged before, which alone is merged again; None decides anew.
@@ -56,7 +59,7 @@ class MergeRules:
 
     skip: tuple[str, ...] = ()
     named: tuple[str, ...] = ()
-    lone_identities: bool = True
+    takes_identity: TakesIdentity | None = None
     least_decibels: float | None = None
     rounds: Rounds | None = None
     recorded: frozenset[MergedLayer] | None = None
@@ -68,7 +71,7 @@ class Merging:
     module: the graph. constants: its nodes that depend on no input. rules: what may be merged. done: what was.
     """
 
-    def __init__(self, module: fx.GraphModule, rules: MergeRules, folds: list[FoldedBatchNorm]) -> None:
+    def __init__(self, module: fx.GraphModule, rules: MergeRules, folds: list[FoldedScales]) -> None:
         self.module, self.rules, self.done = module, rules, list[MergedLayer]()
         self.constants = constant_nodes(module.graph)
         self._folds = folds
@@ -129,16 +132,38 @@ class Merging:
 
     def fold_of(self, layer: Node) -> FoldedBatchNorm | None:
         """The record of the BatchNorm that was folded into a layer, which training can unfold again."""
-        return next((fold for fold in self._folds if fold.layer is layer), None)
+        return next((fold for fold in self._folds if fold.layer is layer and isinstance(fold, FoldedBatchNorm)), None)
 
     def forget_fold_(self, layer: Node) -> None:
-        """Let the BatchNorm that was folded into a layer stay folded."""
+        """Let the BatchNorm and the scales that were folded into a layer stay folded."""
         self._folds[:] = [fold for fold in self._folds if fold.layer is not layer]
+
+    def settle_(self, layer: Node) -> None:
+        """Let the scales that were merged into a layer stay merged."""
+        folds = [fold.settled() if fold.layer is layer and isinstance(fold, FoldedBatchNorm) else fold for fold in self._folds]
+        self._folds[:] = [fold for fold in folds if fold.layer is not layer or isinstance(fold, FoldedBatchNorm)]
+
+    def scaled_(self, layer: Node, change: Callable[[Scales], Scales]) -> None:
+        """Note a scale and shift that are about to be merged into a layer, so that training can still unfold them.
+
+        change: what they make of those that were merged into it before.
+        """
+        if not any(fold.layer is layer for fold in self._folds):
+            nodes = {name: node for name, node in (("weight", layer.args[1]), ("bias", bias_of(layer))) if node is not None}
+            stored = {name: get_tensor(self.module, str(parameter_name(node))) for name, node in nodes.items()}
+            tensors = {"bias": None} | {name: value.detach() for name, value in stored.items()}
+            frozen = frozenset(name for name, value in stored.items() if not value.requires_grad)
+            self._folds.append(FoldedScales(layer=layer, tensors=tensors, frozen=frozen))
+        for i, fold in enumerate(self._folds):
+            if fold.layer is layer:
+                turned = layer.target in TRANSPOSED_CONVS
+                none = Scales(axis=1) if turned else Scales(groups=geometry_of(self.module, layer).groups)
+                self._folds[i] = replace(fold, scales=change(fold.scales or none))
 
     def change_fold_(self, layer: Node, **tensors: Tensor | None) -> None:
         """Replace tensors of the BatchNorm that was folded into a layer, or of the layer before it, each in float64."""
         for i, fold in enumerate(self._folds):
-            if fold.layer is layer:
+            if fold.layer is layer and isinstance(fold, FoldedBatchNorm):
                 dtype = fold.tensors["var"].dtype  # type: ignore[union-attr]
                 changed = {name: None if v is None else v.to(dtype) for name, v in tensors.items()}
                 self._folds[i] = replace(fold, tensors={**fold.tensors, **changed})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -81,6 +82,84 @@ def parameter_reads(module: fx.GraphModule) -> dict[str, int]:
             names[name] = id(get_tensor(module, name))
             places[names[name]] = places.get(names[name], 0) + read_count(node)
     return {name: places[tensor] for name, tensor in names.items()}
+
+
+def sum_over_inputs(weight: Tensor, values: Tensor, groups: int) -> Tensor:
+    """What a layer makes of an input that has one value for each channel everywhere, (channels,)."""
+    grouped = weight.unflatten(0, (groups, -1)).flatten(3).sum(3) if weight.ndim > 2 else weight.unflatten(0, (groups, -1))
+    return (grouped * values.view(groups, 1, -1)).sum(2).flatten()
+
+
+def scaled_inputs(weight: Tensor, scale: Tensor, groups: int) -> Tensor:
+    """A weight times a number for each input channel."""
+    factor = scale.view(groups, 1, -1, *[1] * (weight.ndim - 2))
+    return (weight.unflatten(0, (groups, -1)) * factor).flatten(0, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scales:
+    """Scales and shifts by constants that were merged into a layer, which of its weight W and bias b then stores
+
+        W * inward * outward * gain    and    (b + W summed over its inputs * entering) * outward * gain + leaving
+
+    inward, entering: (inputs,). outward, leaving: (outputs,). gain: name and values of a parameter that trains, (outputs,) or one
+    number. Tensors are float64; None where nothing was merged. groups: of the layer. axis: of the outputs in its weight.
+    """
+
+    groups: int = 1
+    axis: int = 0
+    inward: Tensor | None = None
+    entering: Tensor | None = None
+    outward: Tensor | None = None
+    leaving: Tensor | None = None
+    gain: tuple[str, Tensor] | None = None
+
+    def before(self, scale: Tensor, shift: Tensor | None) -> Scales:
+        """With another scale and shift before the layer; each (inputs,)."""
+        entering = self.entering
+        if shift is not None:
+            moved = shift if self.inward is None else shift * self.inward
+            entering = moved if entering is None else entering + moved
+        return replace(self, inward=scale if self.inward is None else scale * self.inward, entering=entering)
+
+    def after(self, scale: Tensor, shift: Tensor | None, gain: tuple[str, Tensor] | None) -> Scales:
+        """With another scale and shift behind the layer; each (outputs,). gain: the scale, where a parameter is that."""
+        if gain is not None and self.gain is None and self.leaving is None:
+            return replace(self, gain=gain)
+        leaving = None if self.leaving is None else self.leaving * scale
+        if shift is not None:
+            leaving = shift if leaving is None else leaving + shift
+        return replace(self, outward=scale if self.outward is None else scale * self.outward, leaving=leaving)
+
+    def factor(self, weight: Tensor) -> Tensor:
+        """What a weight of this shape is multiplied by, in float64."""
+        factor = torch.ones_like(weight, dtype=torch.float64)
+        if self.inward is not None:
+            factor = scaled_inputs(factor, self.inward, self.groups)
+        shape = [-1 if d == self.axis else 1 for d in range(weight.ndim)]
+        for scale in (self.outward, None if self.gain is None else self.gain[1]):
+            factor = factor if scale is None else factor * scale.view(shape)
+        return factor
+
+    def resized(self, weight: Tensor) -> Scales:
+        """Those of a convolution or linear layer that stores such a weight, with several inputs or outputs for each one."""
+
+        def repeated(values: Tensor | None, count: int) -> Tensor | None:
+            return None if values is None else values.repeat_interleave(count // len(values))
+
+        outputs, inputs = weight.shape[0], weight.shape[1] * self.groups
+        outward, gain = repeated(self.outward, outputs), self.gain
+        if gain is not None and gain[1].numel() not in (1, outputs):
+            scale, gain = gain[1].double().repeat_interleave(outputs // gain[1].numel()), None
+            outward = scale if outward is None else outward * scale
+        return Scales(
+            groups=self.groups,
+            inward=repeated(self.inward, inputs),
+            entering=repeated(self.entering, inputs),
+            outward=outward,
+            leaving=repeated(self.leaving, outputs),
+            gain=gain,
+        )
 
 
 def fold_affine_(module: fx.GraphModule, layer: Node, factor: Tensor, before: Tensor, after: Tensor) -> None:

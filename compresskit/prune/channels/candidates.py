@@ -9,9 +9,10 @@ from types import TracebackType
 
 from torch import nn
 
-from compresskit.base.task import Inputs
+from compresskit.base.task import Inputs, batch_size
 from compresskit.export import export_onnx
-from compresskit.measure import few_rows, latency
+from compresskit.measure import latency
+from compresskit.prune.structure.repeatable import timed_rows
 
 SECONDS, ROUNDS = 0.6, 15
 #: `(module, inputs) -> module`: what a later stage makes of a module, so that it is measured as it will run.
@@ -21,7 +22,7 @@ Form = Callable[[nn.Module, Inputs], nn.Module]
 class ExportedCandidates:
     """The dense model's file and a candidate's beside it, in a temporary folder; a context manager.
 
-    kind: "bytes" or "latency", the latter for one sample on one thread, dense and candidate run in turn.
+    kind: "bytes" or "latency", the latter for one sample on one thread, dense and candidate run in turn; see `timed_rows`.
     form: of what is exported; None exports the float models.
     """
 
@@ -31,6 +32,8 @@ class ExportedCandidates:
     def __enter__(self) -> ExportedCandidates:
         self.folder = tempfile.TemporaryDirectory()
         self.dense = self._write(self.model, "dense")
+        if self.kind == "latency":
+            self.timed = timed_rows(self.model, self.example)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -46,11 +49,11 @@ class ExportedCandidates:
         if self.kind == "bytes":
             before, after = (_onnx_bytes(f) for f in (self.dense, file))
             return after / before, f"ONNX file of {after} bytes, {after / before:.1%} of the {before} of the dense one"
-        one = few_rows(self.model, self.example, 1)
-        slow, fast = latency([self.dense, file], one, seconds=SECONDS, rounds=ROUNDS)
+        slow, fast = latency([self.dense, file], self.timed, seconds=SECONDS, rounds=ROUNDS)
+        what = "one sample" if (rows := batch_size(self.timed)) == 1 else f"the example, {rows} rows"
         return fast / slow, (
             f"{fast:.3f} ms in ONNX Runtime, {fast / slow:.1%} of the {slow:.3f} of the dense model"
-            f" (one sample, one thread, {'fp32' if self.form is None else 'in the form wanted'}, run in turn)"
+            f" ({what}, one thread, {'fp32' if self.form is None else 'in the form wanted'}, run in turn)"
         )
 
 

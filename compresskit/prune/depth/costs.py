@@ -1,6 +1,7 @@
 """What removing a block saves: `(model, example, blocks) -> {path: cost}`, larger = more is saved.
 
-milliseconds   of the block in ONNX Runtime on this machine, one sample on one thread, in float or in another form: the default
+milliseconds   of the block in ONNX Runtime on this machine, one sample on one thread, in float or in another form: the default;
+               of all of the example where its rows are no samples (see `timed_rows`)
 macs           multiply-accumulates of one sample
 parameters     of the block
 """
@@ -21,10 +22,11 @@ from compresskit.base.progress import progress_bar
 from compresskit.base.task import Inputs, call
 from compresskit.export import export_onnx
 from compresskit.graph.surgery import copy_model, frozen_copy, no_attention_fastpath
-from compresskit.measure import count_macs, few_rows, latency
+from compresskit.measure import count_macs, latency
 from compresskit.prune.channels.candidates import Form
 from compresskit.prune.depth.find_blocks import ResidualBlock
 from compresskit.prune.depth.importance import bypassed
+from compresskit.prune.structure.repeatable import timed_rows
 
 log = logging.getLogger(__name__)
 
@@ -90,11 +92,11 @@ def whole_milliseconds(model: nn.Module, example: Inputs, form: Form | None = No
     model = frozen_copy(model)
     with tempfile.TemporaryDirectory() as folder:
         file = export_onnx(model if form is None else form(model, example), Path(folder) / "model.onnx", example)
-        return latency([file], few_rows(model, example, 1), seconds=SECONDS)[0]
+        return latency([file], timed_rows(model, example), seconds=SECONDS)[0]
 
 
 def received_by(model: nn.Module, example: Inputs, paths: Iterable[str]) -> dict[str, tuple[Any, Any]]:
-    """The arguments, by position and by name, that each of some submodules gets for one sample."""
+    """The arguments, by position and by name, that each of some submodules gets for one sample; see `timed_rows`."""
     received: dict[str, tuple[Any, Any]] = {}
     handles = [
         model.get_submodule(path).register_forward_pre_hook(
@@ -104,7 +106,7 @@ def received_by(model: nn.Module, example: Inputs, paths: Iterable[str]) -> dict
     ]
     try:
         with torch.no_grad(), no_attention_fastpath():
-            call(model, few_rows(model, example, 1))
+            call(model, timed_rows(model, example))
     finally:
         for handle in handles:
             handle.remove()

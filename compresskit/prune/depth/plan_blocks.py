@@ -14,7 +14,7 @@ from compresskit.base.inputs import AnyInputs, as_inputs, calibration_inputs
 from compresskit.base.progress import progress_bar
 from compresskit.base.task import Inputs, Task
 from compresskit.graph.surgery import frozen_copy
-from compresskit.measure import count_macs, count_parameters, few_rows
+from compresskit.measure import count_macs, count_parameters
 from compresskit.prune.channels.candidates import ExportedCandidates, Form
 from compresskit.prune.channels.plan_channels import check_prunable
 from compresskit.prune.channels.resources import measured_quantity
@@ -23,6 +23,7 @@ from compresskit.prune.depth.costs import Cost, macs, milliseconds, times_alone,
 from compresskit.prune.depth.find_blocks import Blocks, find_blocks, inside, outermost
 from compresskit.prune.depth.importance import BlockScoring, Importance, after_training, original_predictions
 from compresskit.prune.depth.prove_blocks import blocks_that_cannot_go, check_blocks, failing_alone, remove_blocks_
+from compresskit.prune.structure.repeatable import alike_rows
 
 #: Quantities that a budget of blocks may be one of.
 BLOCK_QUANTITIES: tuple[Quantity, ...] = ("latency", "macs", "parameters", "bytes")
@@ -277,9 +278,13 @@ class _Planner:
         unit = count_parameters if budget.quantity in ("parameters", "bytes") else self._macs
         return unit(self.without(removed)) / max(1, unit(self.model))
 
+    @cached_property
+    def counted(self) -> Inputs:
+        """What MACs are counted on, again and again: they are of one sample, and counting is slow."""
+        return alike_rows(self.model, self.inputs, 2)
+
     def _macs(self, model: nn.Module) -> int:
-        # They are of one sample, and counting is slow. With a task, a stage's report counts them of two rows as well.
-        return count_macs(model, self.inputs if self.task is None else few_rows(model, self.inputs, 2))
+        return count_macs(model, self.counted)
 
     def _refusal(self, budget: Budget | None, count: int, removed: tuple[str, ...]) -> str:
         wish = f"{count} blocks to remove" if budget is None else f"{budget.kept:.1%} of the {budget.quantity}"

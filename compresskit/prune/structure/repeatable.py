@@ -2,13 +2,17 @@
 
 Noise would differ between two runs, and a counter in a buffer would move. A branch whose last layer is all zeros, or inputs that
 are all zeros, would make the outputs equal whatever is removed.
+
+Fewer rows than the example has are as good where the model does for each row what it does for the others: `alike_rows` and
+`timed_rows` find out. The first dimension may be the positions of a sequence, of which two are another workload.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -18,8 +22,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compresskit.base.task import Inputs
+from compresskit.base.randomness import generators_kept
+from compresskit.base.task import Inputs, RowDims, batch_size, first_rows, repeated_rows
 from compresskit.graph.surgery import no_attention_fastpath, state_kept, unset_buffers_kept
+from compresskit.measure import count_macs
 
 #: Operators whose result is noise -> the value that takes its place. It is the same for every width.
 _NOISE = dict.fromkeys(
@@ -30,6 +36,10 @@ _NOISE |= dict.fromkeys(("bernoulli", "geometric"), 1.0)
 _DROPPED_FRACTIONS = ("p", "dropout", "dropout_p")
 _NOISE_SEED = 0
 _VARIATION = 0.1  # standard deviation of what is added to constant parameters
+_SMALL_PART = 0.01  # of MACs: it hardly changes what layers are worth
+_ROUNDED_MACS = 8
+_SAME_ROW = 1e-3  # of the range of an output: how far two equal rows may lie from each other
+_ROUNDED_OUTPUT, _ROUNDED_STEPS = 1e-4, 16  # and of its largest value, the second times the precision of its type
 _CLOSED = 1e-6  # the largest size of a gate of one entry that lets next to nothing through
 
 
@@ -147,6 +157,122 @@ def varied_inputs(example: Inputs) -> Inputs:
 
     inputs: Inputs = pytree.tree_map(varied, example)
     return inputs
+
+
+def alike_rows(model: nn.Module, inputs: Inputs, count: int, dims: RowDims | None = None) -> Inputs:
+    """The first `count` rows of inputs where MACs grow with the rows, and the inputs as they are where that does not show.
+
+    Attention over a first dimension of positions takes more for each where there are more; of two inputs with other numbers of
+    rows one alone would be cut, and so would the layers before a mean over the first dimension: fewer rows are another workload
+    there, in which other layers are dear. MACs of what is computed from parameters alone, such as a table of positions, are no
+    sign of that. The model is left as it was, and so are the generators of random numbers.
+
+    dims: where the rows of each input are, where that is known.
+    """
+    with suppress(Exception):  # inputs without rows
+        if (held := batch_size(inputs, dims)) <= count:
+            return inputs
+        for least in range(1, 1 + count):  # some take pairs of rows alone, or lose the dimension of a lone one
+            growth = _growth(model, inputs, least, dims)
+            if growth is not None and growth.is_even(held):
+                return first_rows(inputs, count, dims)
+    return inputs
+
+
+def timed_rows(model: nn.Module, inputs: Inputs, dims: RowDims | None = None) -> Inputs:
+    """What a model is timed on: the first row of inputs where rows are samples, and the inputs as they are where they are not.
+
+    They are where MACs grow with the rows, see `alike_rows`, and so do outputs, of which two equal rows give the same: the steps
+    that a recurrent network takes along the first dimension do not. The model is not changed.
+
+    dims: where the rows of each input are, where that is known.
+    """
+    with suppress(Exception):  # inputs without rows
+        if (held := batch_size(inputs, dims)) <= 1:
+            return inputs
+        growth = _growth(model, inputs, 1, dims)
+        if growth is not None and growth.is_even(held) and growth.of_samples:
+            return first_rows(inputs, 1, dims)
+    return inputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Growth:
+    """How MACs and outputs of a model grow with the rows of its inputs.
+
+    least: rows that it takes. macs: of so many equal rows, of twice, and of three times as many where those are not twice the
+        first. of_rows: whether all inputs have rows, and outputs grow with them. of_samples: whether outputs grow with them, equal
+        rows give the same, and MACs do not grow with their square.
+    """
+
+    least: int
+    macs: list[int]
+    of_rows: bool
+    of_samples: bool
+
+    def is_even(self, held: int) -> bool:
+        """Whether few of so many rows cost what they cost among all, but for a small part, or what parameters alone cost."""
+        if len(self.macs) < 3:
+            return True
+        square = _bend(self.macs) / 2
+        each = self.macs[1] - self.macs[0] - 3 * square
+        shared, times = self.macs[0] - each - square, held / self.least
+        bent = abs(square) * times**2 > _SMALL_PART * (shared + each * times + square * times**2)
+        return not bent and (self.of_rows or abs(shared) <= _SMALL_PART * self.macs[0])
+
+
+def _growth(model: nn.Module, inputs: Inputs, least: int, dims: RowDims | None) -> _Growth | None:
+    """See `_Growth`; None where the model does not run on so few rows, as on graphs, of which a part is no graph."""
+    with suppress(Exception):
+        many = repeated_rows(inputs, 3 * least, dims)
+        one, two, three = (_equal_rows(many, times * least, dims) for times in (1, 2, 3))
+        macs, outputs = map(list, zip(*(_counted(model, rows, dims) for rows in (one, two)), strict=True))
+        if abs(macs[1] - 2 * macs[0]) > _ROUNDED_MACS:
+            macs.append(_counted(model, three, dims)[0])
+        grow = not outputs[0] or [v.shape for v in outputs[0]] != [v.shape for v in outputs[1]]
+        sizes = zip(pytree.tree_leaves(one), pytree.tree_leaves(two), strict=True)
+        cut = all(a.shape != b.shape for a, b in sizes if isinstance(a, Tensor) and a.ndim)
+        same = len(outputs[0]) != len(outputs[1]) or all(map(_is_twice_the_same, *outputs))
+        return _Growth(least=least, macs=macs, of_rows=cut and grow, of_samples=grow and same and not _bend(macs))
+    return None
+
+
+def _bend(macs: list[int]) -> int:
+    """Twice what grows with the square of the rows, of MACs of as many, of twice, and of three times as many; 0 for rounding."""
+    bend = macs[2] - 2 * macs[1] + macs[0] if len(macs) > 2 else 0
+    return bend if abs(bend) > _ROUNDED_MACS else 0
+
+
+def _equal_rows(inputs: Inputs, count: int, dims: RowDims | None) -> Inputs:
+    """The first row so many times: experts that rows choose, say, are the same ones for all."""
+    one, many = first_rows(inputs, 1, dims), first_rows(inputs, count, dims)
+    equal: Inputs = pytree.tree_map(lambda a, b: a.expand_as(b).clone() if isinstance(a, Tensor) else a, one, many)
+    return equal
+
+
+def _counted(model: nn.Module, inputs: Inputs, dims: RowDims | None) -> tuple[int, list[Tensor]]:
+    """MACs of all rows, and the tensors that the model gives."""
+    outputs: list[Any] = []
+    handle = model.register_forward_hook(lambda _, __, output: outputs.append(output))
+    try:
+        with generators_kept(), repeatable(model):
+            macs = batch_size(inputs, dims) * count_macs(model, inputs, dims=dims)
+    finally:
+        handle.remove()
+    return macs, [value for value in pytree.tree_leaves(outputs) if isinstance(value, Tensor)]
+
+
+def _is_twice_the_same(one: Tensor, two: Tensor) -> bool:
+    """Whether an output of two equal rows has the same for both, one after the other or in turn. one: that of a single row."""
+    dim = next((d for d in range(min(one.ndim, two.ndim)) if two.shape[d] == 2 * one.shape[d]), None)
+    if dim is None or not two.is_floating_point() or not two.numel():
+        return True
+    values = two.detach().nan_to_num(0.0, 0.0, 0.0)
+    low, high = (float(v) for v in values.aminmax())
+    rounded = max(_ROUNDED_OUTPUT, _ROUNDED_STEPS * torch.finfo(values.dtype).eps)
+    most = _SAME_ROW * (high - low) + rounded * max(abs(low), abs(high))
+    pairs = values.unflatten(dim, (2, -1)).unbind(dim), values.unflatten(dim, (-1, 2)).unbind(dim + 1)
+    return any(float((a - b).abs().max()) <= most for a, b in pairs)
 
 
 def _is_constant(values: Tensor) -> bool:

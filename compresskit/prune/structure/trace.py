@@ -21,11 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from compresskit.base.errors import ModelError, named_first_line
-from compresskit.base.task import Inputs, batch_size, call, first_rows
+from compresskit.base.task import Inputs, batch_size, call
 from compresskit.graph.capture import check_runs, inputs_inside
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import mode
-from compresskit.prune.structure.repeatable import state_restored
+from compresskit.prune.structure.repeatable import alike_rows, state_restored
 
 _MULTIPLICATIONS = {aten.mul, aten.div}
 _LOOK_UPS = {aten.index.Tensor, aten.index_select.default}
@@ -48,7 +48,8 @@ class Trace:
         operators in the order in which they ran; `meta["path"]` is the module in whose forward they ran, `meta["parts"]` are the
         shapes of the results of an operator with several.
     module: the traced part of the user's model. prefix: its dotted path, "" for the whole model.
-    example: the inputs, two samples where the model takes so few. shapes: shape of every node whose value is a tensor.
+    example: the inputs, two samples where each takes as many MACs, else as they were given.
+    shapes: shape of every node whose value is a tensor.
     other_runs: the same in train mode and on other inputs, where one run in eval mode does not read all tensors.
     unread: parameters and buffers that no run has read, and their shapes; on other inputs the model may read them.
     copies: buffers that no run has read -> the buffer that was read and has the same values; they are not in `unread`.
@@ -77,9 +78,11 @@ class Trace:
 def trace_model(model: nn.Module, example: Inputs, *, inside: str | None = None) -> Trace:
     """Run a model, or its submodule `inside`, and record every operator; the model is not changed.
 
-    The run is in eval mode, on two samples where the model takes so few. Where that leaves parameters or buffers unread (heads,
-    experts, branches, statistics that training writes), others follow: in train mode, on the whole example, and on the example
-    with its signs changed. Raises ModelError where the model does not run on the example, or not in inference mode.
+    The run is in eval mode, on two samples where each takes as many MACs (`alike_rows`), else on all of the example. Where that
+    leaves parameters or buffers unread (heads, experts, branches, statistics that training writes), others follow: in train mode,
+    on the whole example, and on the example with its signs changed.
+
+    Raises ModelError where the model does not run on the example, or not in inference mode.
     """
     whole_model, whole_example = model, example
     try:
@@ -104,9 +107,12 @@ def trace_model(model: nn.Module, example: Inputs, *, inside: str | None = None)
 
 
 def _first_trace(model: nn.Module, example: Inputs, prefix: str) -> Trace:
-    """A run on two samples, or on the whole example where its inputs cannot be cut (graphs, positions)."""
+    """A run on two samples, or on the whole example where its inputs cannot be cut (graphs) or two rows are another workload.
+
+    What operators cost is read off the shapes of this run.
+    """
     try:
-        return _trace_run(model, first_rows(example, 2), prefix)
+        return _trace_run(model, alike_rows(model, example, 2), prefix)
     except Exception:
         return _trace_run(model, example, prefix)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from compresskit.base.errors import SettingError
 from compresskit.base.files import atomic
-from compresskit.charts import Series, draw, svg
+from compresskit.measure.charts import Series, draw, svg
 from compresskit.metrics import decibels
 from compresskit.quant.accuracy_target.layer_sensitivity import LayerSensitivity
 from compresskit.quant.numerics.bit_widths import Bits

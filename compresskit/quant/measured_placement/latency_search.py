@@ -33,7 +33,6 @@ from compresskit.quant.measured_placement.beside_float import MIN_GAIN, MOST_PRO
 from compresskit.quant.measured_placement.by_ranges import ByRanges
 from compresskit.quant.measured_placement.placement_model import layer_graph, predicted_placements
 from compresskit.quant.model import Quantized
-from compresskit.quant.numerics.bit_widths import named_modules
 from compresskit.quant.numerics.observers import MinMax
 from compresskit.quant.numerics.operators import is_depthwise
 from compresskit.quant.passes.insert import insert_quantizers_
@@ -88,7 +87,7 @@ def _searched_choice(
 ) -> MeasuredChoice:
     began = time.perf_counter()
     target, skip, deployment = settings.target, settings.skip, settings.deployment
-    captured, origin, _ = prepare_graph(model, example, target, skip, settings.dynamic, named=named_modules(settings.bits))
+    captured, origin, _ = prepare_graph(model, example, target, skip, settings.dynamic, bits=settings.bits)
     placement, _ = placed_by_ranges(captured, target, skip, {}, settings.bits, by_ranges)
     if not placement.integer:
         return MeasuredChoice({})

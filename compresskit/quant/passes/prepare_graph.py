@@ -1,6 +1,6 @@
 """Capture a float model as the graph that quantizers are inserted into: parametrizations computed, BatchNorm folded, rewritten.
 
-prepare_graph(model, example, target, skip) -> (captured graph, what it was made from, the BatchNorms that were folded)
+prepare_graph(model, example, target, skip) -> (captured graph, what it was made from, what was folded into layers)
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from torch import fx, nn
 from compresskit.base.errors import ModelError
 from compresskit.base.task import Inputs
 from compresskit.graph.capture import Captured, Dynamic, autocasts, capture, module_path, parameter_name
-from compresskit.graph.layers.fold_batchnorm import FoldedBatchNorm, fold_batchnorm_
+from compresskit.graph.layers.fold_batchnorm import FoldedBatchNorm, FoldedScales, fold_batchnorm_
 from compresskit.graph.layers.merge_layers import merge_layers_
-from compresskit.graph.layers.merging import MergedLayer, MergeRules
+from compresskit.graph.layers.merging import MergedLayer, MergeRules, is_stored_layer
 from compresskit.graph.masks import check_removed_are_zero, transfer_masks_
 from compresskit.graph.normalize import source_line
 from compresskit.graph.quantized import quantized_parts
 from compresskit.graph.rewrites.gradient_hooks import drop_gradient_hooks_
 from compresskit.graph.rewrites.hardsigmoids import write_hardsigmoids_
 from compresskit.graph.rewrites.stored_products import rewrite_stored_products_
-from compresskit.graph.surgery import copy_model, holds_nan, not_fp32, structure
-from compresskit.quant.numerics.bit_widths import TARGET_BITS, BitWidths, bits_record
+from compresskit.graph.surgery import copy_model, get_tensor, holds_nan, not_fp32, structure
+from compresskit.quant.numerics.bit_widths import TARGET_BITS, BitWidths, bits_record, named_modules
 from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.fold_parametrizations import fold_parametrizations_
-from compresskit.quant.passes.input_grids import rounds_as_well
+from compresskit.quant.passes.input_grids import rounds_as_well, takes_identity
 from compresskit.quant.passes.rewrite import rewrite_
 
 LEAST_MERGED_DECIBELS = 30.0  # of merged weights in eight bits; normally distributed ones of one convolution have about 40
@@ -138,9 +138,9 @@ def prepare_graph(
     dynamic: Dynamic = (0,),
     *,
     apart: Collection[str] = (),
-    named: Collection[str] = (),
+    bits: BitWidths = TARGET_BITS,
     merges: Sequence[MergedLayer] | None = None,
-) -> tuple[Captured, Origin, list[FoldedBatchNorm]]:
+) -> tuple[Captured, Origin, list[FoldedScales]]:
     """Capture a copy of a float model and bring its graph into the form that quantizers are inserted into.
 
     The model itself is not changed. Masks are carried over to the graph.
@@ -148,10 +148,11 @@ def prepare_graph(
     Args:
         model, example, target, skip, dynamic: of the quantization.
         apart: names of modules that are rounded in another way than others, and are not merged with them.
-        named: names of modules for which something was chosen; what is merged into their layers takes it.
+        bits: of weights and activations; what is merged into the layer of a module that it names takes those of that module.
         merges: `Origin.merges` of a model that is built again; None merges what can be merged.
 
-    Returns the captured graph, what it was made from, and the BatchNorms that were folded into layers which it still has.
+    Returns the captured graph, what it was made from, and the BatchNorms and scales that were folded into layers which it still
+    has.
     Raises ModelError where the model, or a part of it, is quantized already, or its weights are not fp32 or hold nan, or weights
     that its masks remove are not zero.
     """
@@ -175,21 +176,45 @@ def prepare_graph(
     fold_parametrizations_(captured.module)
     if "hardsigmoid" in target.operators:
         write_hardsigmoids_(captured.module)  # before its + 3 is merged into a layer
-    folds: list[FoldedBatchNorm] = []
-    fold_batchnorm_(captured.module, folds)
-    folds = [replace(fold, momentum=0.0) if _has_no_momentum(model, captured, fold) else fold for fold in folds]
+    folds = _folded_norms(model, captured)
     rules = MergeRules(
         skip=(*skip, *apart),
-        named=tuple(named),
-        lone_identities=False,
+        named=named_modules(bits),
+        takes_identity=takes_identity(captured, target, bits),
         least_decibels=LEAST_MERGED_DECIBELS,
         rounds=rounds_as_well(captured),
         recorded=None if merges is None else frozenset(merges),
     )
     origin = replace(origin, merges=tuple(merge_layers_(captured.module, rules, folds)))
-    rewrite_(captured.module, target)
-    left = set(captured.module.graph.nodes)
-    return captured, origin, [fold for fold in folds if fold.layer in left]
+    return captured, origin, _rewrite_layers(captured.module, target, folds)
+
+
+def _folded_norms(model: nn.Module, captured: Captured) -> list[FoldedScales]:
+    """Fold BatchNorm, in place; returns what was folded."""
+    folds: list[FoldedBatchNorm] = []
+    fold_batchnorm_(captured.module, folds)
+    return [replace(fold, momentum=0.0) if _has_no_momentum(model, captured, fold) else fold for fold in folds]
+
+
+def _rewrite_layers(module: fx.GraphModule, target: Target, folds: list[FoldedScales]) -> list[FoldedScales]:
+    """Rewrite a graph for a target, in place; returns what was folded into layers that it still has."""
+    weights = [str(parameter_name(fold.layer.args[1])) for fold in folds]
+    rewrite_(module, target)
+    left = set(module.graph.nodes)
+    pairs = zip(folds, weights, strict=True)
+    found = [fold if fold.layer in left else _rewritten(module, fold, weight) for fold, weight in pairs]
+    return [fold for fold in found if fold is not None]
+
+
+def _rewritten(module: fx.GraphModule, fold: FoldedScales, weight: str) -> FoldedScales | None:
+    """What was folded into a layer, of the layer that took its place; None where that cannot be unfolded for training.
+
+    weight: name of the layer's weight.
+    """
+    layers = [node for node in module.graph.nodes if is_stored_layer(module, node) and parameter_name(node.args[1]) == weight]
+    if isinstance(fold, FoldedBatchNorm) or fold.scales is None or len(layers) != 1:
+        return None
+    return fold.moved(layers[0], get_tensor(module, weight).detach())
 
 
 def _has_no_momentum(model: nn.Module, captured: Captured, fold: FoldedBatchNorm) -> bool:

@@ -1,4 +1,4 @@
-"""Conv-BN QAT: unfold BatchNorm from the layers of a quantized graph for training, and fold it again at the end.
+"""Conv-BN QAT: unfold BatchNorm and scales from the layers of a quantized graph for training, and fold them again at the end.
 
 The runtime computes conv(x; W k, b) with k = gamma / sqrt(var + eps), and rounds W k. While BatchNorm tracks the statistics of
 batches, a layer computes (Krishnamoorthi, arXiv 1806.08342, section 3.2.2; Jacob et al., arXiv 1712.05877, section 3.2)
@@ -10,6 +10,9 @@ runtime computes. The gradient of its weight is then that of a batch that is nor
 Ioffe, arXiv 1702.03275), and a part of what this lacks, that along mean and scale of the output: with all of it a network
 diverges within a few steps at learning rates that BatchNorm allows, and with none of it mean and scale drift away. Parameters
 keep the names that they have in the float model.
+
+Scales and shifts by constants that were merged into a layer, as those of x / 255 before it, are unfolded, too: the gradient of
+the merged weight is 255 times that of the weight of the model, and a step of the optimizer 255^2 times as large for its size.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ from torch import Tensor, fx, nn
 
 from compresskit.base.distributed import joins_rows, sync_batch_norm
 from compresskit.graph.capture import parameter_name
-from compresskit.graph.layers.fold_batchnorm import FoldedBatchNorm
+from compresskit.graph.layers.fold_batchnorm import FoldedBatchNorm, FoldedScales
+from compresskit.graph.layers.stored import Scales, bias_of, scaled_inputs, sum_over_inputs
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import free_name, get_tensor, owner
 from compresskit.quant.numerics.quantizers import BiasQuantizer, WeightQuantizer
@@ -32,26 +36,107 @@ LEAST_ROWS = 32  # values of a channel in a batch, in fewer of which a gradient 
 CONSTANT = 0.01  # fraction of eps below which a variance is that of a channel that is constant
 
 
-class ConvBN(nn.Module):
-    """A convolution or linear layer with its BatchNorm, for training: called with the layer's input, weight and bias.
+class UnfoldedLayer(nn.Module):
+    """A convolution or linear layer with the scales and shifts around it, for training: called with its input, weight and bias.
 
     A layer that runs several times is called with the number of the call, too: biases are rounded by the scale of the input.
+    Where a parameter scales the result, it is the last argument.
 
     roundings: of each call, the quantizers of weight and bias; None where it is not rounded.
+    inward, entering, outward, leaving: see `Scales`; None where there is none.
+    """
+
+    keeps_fp32 = True
+    inward: Tensor | None
+    entering: Tensor | None
+    outward: Tensor | None
+    leaving: Tensor | None
+
+    def __init__(self, call: tuple[Any, tuple[Any, ...]], roundings: list[tuple[Any, Any]], scales: Scales) -> None:
+        super().__init__()
+        self.operator, self.rest = call
+        self.roundings = roundings  # in a list, so that they are not registered as submodules
+        self.groups, self.axis = scales.groups, scales.axis
+        for name in ("inward", "entering", "outward", "leaving"):
+            values = getattr(scales, name)
+            self.register_buffer(name, None if values is None else values.float())
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: int = 0, gain: Tensor | None = None) -> Tensor:
+        round_weight, round_bias = self.roundings[call]
+        folded, shift = self.folded(weight, bias, gain)
+        shift = shift if shift is None or round_bias is None else round_bias(shift, folded)
+        folded = folded if round_weight is None else round_weight(folded)
+        return self.operator(x, folded, None if shift is None else shift.to(folded.dtype), *self.rest)  # type: ignore[no-any-return]
+
+    def rounding_of(self, call: Node) -> tuple[Any, Any]:
+        """The quantizers of weight and bias of a call, a node of the graph."""
+        return self.roundings[call.args[3] if len(call.args) > 3 else 0]
+
+    def factor(self, gain: Tensor | None = None) -> Tensor | None:
+        """What the layer's result is multiplied by, (channels,) or one number; None where it is not."""
+        gain = None if gain is None else gain.flatten()
+        return gain if self.outward is None else self.outward if gain is None else self.outward * gain
+
+    def folded(self, weight: Tensor, bias: Tensor | None, gain: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias with everything folded in."""
+        weight, bias = self._entered(weight, bias)
+        if (factor := self.factor(gain)) is not None:
+            weight, bias = self._scaled(weight, factor), None if bias is None else bias * factor
+        if self.leaving is not None:
+            bias = self.leaving if bias is None else bias + self.leaving
+        return weight, bias
+
+    def folded_at(self, body: fx.GraphModule, call: Node) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of a call, a node of the graph, with everything folded in; detached."""
+        weight, bias, gain = (self._read(body, call, place) for place in (1, 2, 4))
+        assert weight is not None
+        folded, shift = self.folded(weight, bias, gain)
+        return folded.detach(), None if shift is None else shift.detach()
+
+    def scaling_at(self, body: fx.GraphModule, call: Node) -> Tensor:
+        """What the weight of a call is multiplied by before it is rounded, of its number of dimensions; detached."""
+        weight, gain = self._read(body, call, 1), self._read(body, call, 4)
+        assert weight is not None
+        factor = self.factor(gain)
+        factor = weight.new_ones(1) if factor is None else factor.detach()
+        scaling = factor.view([-1 if d == self.axis else 1 for d in range(weight.ndim)])
+        if self.inward is None:
+            return scaling
+        return scaled_inputs(torch.ones_like(weight, dtype=torch.float32), self.inward, self.groups) * scaling
+
+    def _read(self, body: fx.GraphModule, call: Node, place: int) -> Tensor | None:
+        node = call.args[place] if len(call.args) > place else None
+        return None if node is None else get_tensor(body, str(parameter_name(node))).detach()
+
+    def _entered(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias with what comes before the layer."""
+        if self.entering is not None:
+            moved = sum_over_inputs(weight.float(), self.entering, self.groups)
+            bias = moved if bias is None else bias + moved
+        if self.inward is not None:
+            weight = scaled_inputs(weight.float(), self.inward, self.groups).to(weight.dtype)
+        return weight, bias
+
+    def _scaled(self, weight: Tensor, factor: Tensor) -> Tensor:
+        shape = [1] * weight.ndim
+        shape[self.axis] = -1
+        return (weight.float() * factor.view(shape)).to(weight.dtype)
+
+
+class ConvBN(UnfoldedLayer):
+    """A layer with its BatchNorm: the scales before it are those of its input, those behind it of BatchNorm's result.
+
     weight, bias, running_mean, running_var: of the BatchNorm.
     tracking: whether, in train mode, batches are normalized by their own statistics, and the running ones follow.
     """
 
-    keeps_fp32 = True
     weight: nn.Parameter | None
     bias: nn.Parameter | None
     running_mean: Tensor
     running_var: Tensor
 
     def __init__(self, folded: FoldedBatchNorm, call: tuple[Any, tuple[Any, ...]], roundings: list[tuple[Any, Any]]) -> None:
-        super().__init__()
-        self.operator, self.rest = call
-        self.roundings = roundings  # in a list, so that they are not registered as submodules
+        super().__init__(call, roundings, folded.scales or Scales())
         self.momentum, self.eps = folded.momentum, folded.eps
         self.tracking = True
         self.axis = next((rounding.axis for rounding, _ in roundings if rounding is not None), 0)
@@ -64,22 +149,23 @@ class ConvBN(nn.Module):
             assert values is not None
             self.register_buffer(name, values.clone())
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: int = 0) -> Tensor:
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: int = 0, gain: Tensor | None = None) -> Tensor:
         round_weight, round_bias = self.roundings[call]
+        weight, bias = self._entered(weight, bias)
         if self.training and self.tracking:
-            factor = self.factor().detach()
+            factor = self.factor(gain).detach()
             factor = torch.where(factor.abs() > 1e-8, factor, torch.ones_like(factor))
             scaled = self._scaled(weight, factor)
             y = self.operator(x, scaled if round_weight is None else round_weight(scaled), None, *self.rest)
-            return self._normalized(y, factor, bias)
-        folded, shift = self.folded(weight, bias)
+            return self._normalized(y, factor, bias, gain)
+        folded, shift = self._with_norm(weight, bias, gain)
         shift = shift if round_bias is None else round_bias(shift, folded)
         if self.training and self._trains() and torch.is_grad_enabled():
-            factor = self.factor().detach()
+            factor = self.factor(gain).detach()
             scaled = self._scaled(weight, factor)
             y = self.operator(x, scaled if round_weight is None else round_weight(scaled), None, *self.rest)
             if y.numel() >= LEAST_ROWS * y.shape[1] and _keeps_statistics(y, self.running_mean):
-                return _ShiftedOnly.apply(y, self.eps * factor.square(), self.weight, shift)  # type: ignore[no-any-return, no-untyped-call]
+                return _ShiftedOnly.apply(y, self.eps * factor.square(), self._gamma(gain), shift)  # type: ignore[no-any-return, no-untyped-call]
         folded = folded if round_weight is None else round_weight(folded)
         return self.operator(x, folded, shift.to(folded.dtype), *self.rest)  # type: ignore[no-any-return]
 
@@ -87,19 +173,26 @@ class ConvBN(nn.Module):
         """Whether weight and bias of the BatchNorm are trained, and can follow where the layer's weight cannot."""
         return all(value is not None and value.requires_grad for value in (self.weight, self.bias))
 
-    def rounding_of(self, call: Node) -> tuple[Any, Any]:
-        """The quantizers of weight and bias of a call, a node of the graph."""
-        return self.roundings[call.args[3] if len(call.args) > 3 else 0]
+    def _gamma(self, gain: Tensor | None) -> Tensor | None:
+        """The weight of BatchNorm, times the scales behind it."""
+        factor = super().factor(gain)
+        return self.weight if factor is None else factor if self.weight is None else self.weight * factor
 
-    def _normalized(self, y: Tensor, factor: Tensor, bias: Tensor | None) -> Tensor:
+    def _beta(self, gain: Tensor | None) -> Tensor | None:
+        """The bias of BatchNorm, with the scales and shifts behind it."""
+        factor, bias = super().factor(gain), self.bias
+        scaled = bias if bias is None or factor is None else bias * factor
+        return scaled if self.leaving is None else self.leaving if scaled is None else scaled + self.leaving
+
+    def _normalized(self, y: Tensor, factor: Tensor, bias: Tensor | None, gain: Tensor | None) -> Tensor:
         """BatchNorm of y / factor + bias with the statistics of the batch, which the running ones follow."""
+        gamma, shift = self._gamma(gain), self._beta(gain)
         if joins_rows() or not _keeps_statistics(y, self.running_mean) or y.numel() <= y.shape[1]:
             shape = [1, -1, *[1] * (y.ndim - 2)]
             y = y * factor.reciprocal().to(y.dtype).view(shape)
             y = y if bias is None else y + bias.view(shape)
-            return sync_batch_norm(y, self.running_mean, self.running_var, self.weight, self.bias, self.momentum, self.eps)
-        weight = None if self.weight is None else self.weight * factor.sign()
-        shift: Tensor | None = self.bias
+            return sync_batch_norm(y, self.running_mean, self.running_var, gamma, shift, self.momentum, self.eps)
+        weight = None if gamma is None else gamma * factor.sign()
         if bias is not None:  # it cancels; optimizers still see it, with a gradient of zeros
             shift = 0 * bias if shift is None else shift + 0 * bias
         usual = self.running_var * factor.square()
@@ -114,21 +207,19 @@ class ConvBN(nn.Module):
         """The statistics, while they follow the batches."""
         return [self.running_mean, self.running_var] if self.training and self.tracking else []
 
-    def factor(self) -> Tensor:
-        """The factor k = gamma / sqrt(var + eps), (channels,)."""
-        k = torch.rsqrt(self.running_var + self.eps)
-        return k if self.weight is None else self.weight * k
+    def factor(self, gain: Tensor | None = None) -> Tensor:
+        """The factor k = gamma / sqrt(var + eps), (channels,), with what comes behind BatchNorm."""
+        k, gamma = torch.rsqrt(self.running_var + self.eps), self._gamma(gain)
+        return k if gamma is None else gamma * k
 
-    def folded(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Weight and bias with BatchNorm folded in."""
-        k = self.factor()
+    def folded(self, weight: Tensor, bias: Tensor | None, gain: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Weight and bias with everything folded in."""
+        return self._with_norm(*self._entered(weight, bias), gain)
+
+    def _with_norm(self, weight: Tensor, bias: Tensor | None, gain: Tensor | None) -> tuple[Tensor, Tensor]:
+        k, beta = self.factor(gain), self._beta(gain)
         shift = -self.running_mean if bias is None else bias - self.running_mean
-        return self._scaled(weight, k), shift * k + (0 if self.bias is None else self.bias)
-
-    def _scaled(self, weight: Tensor, factor: Tensor) -> Tensor:
-        shape = [1] * weight.ndim
-        shape[self.axis] = -1
-        return (weight.float() * factor.view(shape)).to(weight.dtype)
+        return self._scaled(weight, k), shift * k + (0 if beta is None else beta)
 
 
 class _ScaledBatchNorm(torch.autograd.Function):
@@ -219,91 +310,129 @@ def _normalized_again(ctx: Any) -> Tensor:
     return _normalize(y, mean, spread, weight, bias)
 
 
-def unfold_batchnorm_(body: fx.GraphModule, folds: list[FoldedBatchNorm]) -> None:
-    """Replace layers by `ConvBN` modules that hold the unfolded weight and a BatchNorm of its own, in place."""
+def unfold_batchnorm_(body: fx.GraphModule, folds: list[FoldedScales]) -> None:
+    """Replace layers by `ConvBN` or `UnfoldedLayer` modules that hold what was folded into them, in place."""
     for fold in folds:
-        layer, calls = fold.layer, (fold.layer, *fold.others)
+        layer, calls = fold.layer, (fold.layer, *(fold.others if isinstance(fold, FoldedBatchNorm) else ()))
         weights = [_parameter_and_quantizer(body, node.args[1], WeightQuantizer) for node in calls]
-        biases = [_parameter_and_quantizer(body, node.args[2], BiasQuantizer) for node in calls]
+        biases = [_parameter_and_quantizer(body, bias_of(node), BiasQuantizer) for node in calls]
         roundings = [(weight[1], bias[1]) for weight, bias in zip(weights, biases, strict=True)]
-        conv_bn = ConvBN(fold, (layer.target, tuple(layer.args[3:])), roundings)
-        name = fold.norm or free_name(body, "norm")  # of one that is called by a model itself, "" names all of it
-        if isinstance(getattr(body, name.partition(".")[0], None), QuantizerHolder):  # the name was free once it was folded
-            name = free_name(body, name.replace(".", "_"))
-        body.add_submodule(name, conv_bn)
-        module, leaf = owner(body, str(parameter_name(weights[0][0])))
-        old = getattr(module, leaf)
-        setattr(module, leaf, nn.Parameter(_unfolded(fold, "weight").to(old), requires_grad="weight" not in fold.frozen))
-        module, leaf = owner(body, str(parameter_name(biases[0][0])))
-        if fold.tensors["bias"] is None:
-            delattr(module, leaf)
+        call = layer.target, tuple(layer.args[3:])
+        if isinstance(fold, FoldedBatchNorm):
+            unfolded: UnfoldedLayer = ConvBN(fold, call, roundings)
+            name = fold.norm or free_name(body, "norm")  # of one that is called by a model itself, "" names all of it
+            if isinstance(getattr(body, name.partition(".")[0], None), QuantizerHolder):  # it was free once it was folded
+                name = free_name(body, name.replace(".", "_"))
         else:
-            setattr(module, leaf, nn.Parameter(_unfolded(fold, "bias").to(old), requires_grad="bias" not in fold.frozen))
-        conv_bn.to(old.device).train(body.training)
+            unfolded, name = UnfoldedLayer(call, roundings, fold.scales or Scales()), free_name(body, f"scales_of_{layer.name}")
+        body.add_submodule(name, unfolded)
+        old = get_tensor(body, str(parameter_name(weights[0][0])))
+        for leaf, (read, _) in (("weight", weights[0]), ("bias", biases[0])):
+            if read is not None:
+                _put_back_(body, str(parameter_name(read)), fold, leaf, old)
+        gain = _put_gain_back_(body, fold, old)
+        unfolded.to(old.device).train(body.training)
         for number, (node, (weight, _), (bias, _)) in enumerate(zip(calls, weights, biases, strict=True)):
             node.op, node.target = "call_module", name
-            node.args = (node.args[0], weight, None if fold.tensors["bias"] is None else bias, *([number] if number else []))
-            node.meta["bias"] = str(parameter_name(bias))
+            rest: list[Any] = [number] if number or gain is not None else []
+            if gain is not None:
+                with body.graph.inserting_before(node):
+                    rest.append(body.graph.get_attr(gain))
+            node.args = (node.args[0], weight, None if fold.tensors["bias"] is None else bias, *rest)
+            node.meta["bias"] = None if bias is None else str(parameter_name(bias))
     _drop_unread_nodes_(body)
 
 
-def _unfolded(fold: FoldedBatchNorm, name: str) -> Tensor:
+def _put_back_(body: fx.GraphModule, name: str, fold: FoldedScales, leaf: str, like: Tensor) -> None:
+    """Give a weight or bias the values that it has in the float model, or delete one that the float model has not."""
+    module, own = owner(body, name)
+    if fold.tensors[leaf] is None:
+        delattr(module, own)
+    else:
+        setattr(module, own, nn.Parameter(_unfolded(fold, leaf).to(like), requires_grad=leaf not in fold.frozen))
+
+
+def _put_gain_back_(body: fx.GraphModule, fold: FoldedScales, like: Tensor) -> str | None:
+    """The name of the parameter that scales the result of a layer, which the graph has again; None where there is none."""
+    if fold.scales is None or fold.scales.gain is None:
+        return None
+    name, values = fold.scales.gain
+    path, _, leaf = name.rpartition(".")
+    if path not in dict(body.named_modules()):
+        body.add_submodule(path, nn.Module())
+    module = body.get_submodule(path)
+    if leaf not in module._parameters:
+        module.register_parameter(leaf, nn.Parameter(values.clone().to(like)))
+    return name
+
+
+def _unfolded(fold: FoldedScales, name: str) -> Tensor:
     values = fold.tensors[name]
     assert values is not None
     return values.clone()
 
 
-def _parameter_and_quantizer(body: fx.GraphModule, node: Node, kind: type[nn.Module]) -> tuple[Node, Any]:
+def _parameter_and_quantizer(body: fx.GraphModule, node: Any, kind: type[nn.Module]) -> tuple[Any, Any]:
     """(the node that reads the parameter, its quantizer or None)."""
-    quantizer = body.get_submodule(node.target) if node.op == "call_module" else None
+    quantizer = body.get_submodule(node.target) if node is not None and node.op == "call_module" else None
     return (node.args[0], quantizer) if isinstance(quantizer, kind) else (node, None)
 
 
 def fold_conv_bn_(body: fx.GraphModule) -> None:
-    """Fold every BatchNorm again: the graph as before `unfold_batchnorm_`, with the trained weights and biases, in place."""
+    """Fold everything again: the graph as before `unfold_batchnorm_`, with the trained weights and biases, in place."""
     names = {id(module): name for name, module in body.named_modules()}
-    folded: dict[str, tuple[ConvBN, tuple[Tensor, Tensor]]] = {}
+    folded: dict[str, Tensor | None] = {}
+    gains: set[str] = set()
     for node in list(body.graph.nodes):
-        conv_bn = body.get_submodule(node.target) if node.op == "call_module" else None
-        if isinstance(conv_bn, ConvBN):
-            if node.target not in folded:
-                folded[node.target] = conv_bn, _fold_weights_(body, conv_bn, node)
-            _call_operator_(body, conv_bn, node, names, folded[node.target][1][1])
+        layer = body.get_submodule(node.target) if node.op == "call_module" else None
+        if isinstance(layer, UnfoldedLayer):
+            path = node.target
+            if path not in folded:
+                folded[path] = _fold_weights_(body, layer, node)
+            gains |= {str(parameter_name(gain)) for gain in node.args[4:]}
+            _call_operator_(body, layer, node, names, folded[path])
     for path in folded:
         body.delete_submodule(path)
     _drop_unread_nodes_(body)
+    for name in gains - {parameter_name(node) for node in body.graph.nodes}:
+        module, leaf = owner(body, name)
+        delattr(module, leaf)
 
 
-def _fold_weights_(body: fx.GraphModule, conv_bn: ConvBN, node: Node) -> tuple[Tensor, Tensor]:
-    """Give the parameters of a layer the values with BatchNorm folded in; returns them."""
-    name, other, bias = str(parameter_name(node.args[1])), node.meta["bias"], node.args[2]
-    with torch.no_grad():
-        values = conv_bn.folded(get_tensor(body, name), None if bias is None else get_tensor(body, other))
+def _fold_weights_(body: fx.GraphModule, layer: UnfoldedLayer, node: Node) -> Tensor | None:
+    """Give the parameters of a layer the values with everything folded in; returns the bias."""
+    name, other = str(parameter_name(node.args[1])), node.meta["bias"]
+    values = layer.folded_at(body, node)
+    trains = get_tensor(body, name).requires_grad
+    if isinstance(layer, ConvBN):
+        trains = layer.weight is None or layer.weight.requires_grad
     for target, value in zip((name, other), values, strict=True):
-        module, leaf = owner(body, target)
-        trains = conv_bn.weight is None or conv_bn.weight.requires_grad
-        setattr(module, leaf, nn.Parameter(value.detach(), requires_grad=trains))
-    return values
+        if value is not None:
+            module, leaf = owner(body, target)
+            setattr(module, leaf, nn.Parameter(value.detach(), requires_grad=trains))
+    return values[1]
 
 
-def _call_operator_(body: fx.GraphModule, conv_bn: ConvBN, node: Node, names: dict[int, str], folded_bias: Tensor) -> None:
-    """Let a node call the layer's operator, with its parameters rounded as `conv_bn` rounds them."""
+def _call_operator_(
+    body: fx.GraphModule, layer: UnfoldedLayer, node: Node, names: dict[int, str], folded_bias: Tensor | None
+) -> None:
+    """Let a node call the layer's operator, with its parameters rounded as `layer` rounds them."""
     x, weight, bias, *_ = node.args
-    round_weight, round_bias = conv_bn.rounding_of(node)
-    node.op, node.target = "call_function", conv_bn.operator
+    round_weight, round_bias = layer.rounding_of(node)
+    node.op, node.target = "call_function", layer.operator
     with body.graph.inserting_before(node):
-        bias = body.graph.get_attr(node.meta["bias"]) if bias is None else bias
+        bias = body.graph.get_attr(node.meta["bias"]) if bias is None and folded_bias is not None else bias
         reads = [weight, bias]
         if round_weight is not None:
             reads[0] = body.graph.call_module(names[id(round_weight)], (weight,))
-        if round_bias is not None:
+        if round_bias is not None and folded_bias is not None:
             reads[1] = body.graph.call_module(names[id(round_bias)], (bias, weight))
             round_bias.make_room_(folded_bias)
-    node.args = (x, *reads, *conv_bn.rest)
+    node.args = (x, *reads, *layer.rest)
 
 
 def conv_bn_layers(body: fx.GraphModule) -> list[ConvBN]:
-    """All unfolded layers of a graph."""
+    """All layers of a graph with an unfolded BatchNorm."""
     return [module for module in body.modules() if isinstance(module, ConvBN)]
 
 

@@ -1,33 +1,49 @@
-"""Say what of a float model its quantization-aware training leaves out: dropout, and weights of calls with several BatchNorms."""
+"""Say what of a float model its quantization-aware training leaves out: dropout and all else that is random in train mode alone,
+gradients that only train mode has, and weights of calls with several BatchNorms.
+"""
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from compresskit.base.task import Inputs
 from compresskit.quant.model import Quantized
+from compresskit.quant.qat.train_mode import train_mode_alone
 
 log = logging.getLogger(__name__)
 
 FIRST_NAMED = 3
 
 
-def say_what_is_left_out(model: nn.Module, quantized: Quantized, where: str) -> None:
-    """Log a warning, which begins with `where`, for each of these.
+def say_what_is_left_out(model: nn.Module, example: Inputs, quantized: Quantized, where: str) -> None:
+    """Log a warning, which begins with `where`, for each of these; parameters that lose their gradient are a warning of Python.
 
     Args:
-        model: the float model. quantized: what it became, ready to be trained.
+        model: the float model. example: its inputs, a few of which it runs on in both modes.
+        quantized: what it became, ready to be trained.
         where: the function that the user called.
     """
-    if names := list(_with_dropout(model)):
+    dropping, alone = list(_with_dropout(model)), train_mode_alone(model, example, quantized)
+    places = alone.random_places(dropping)
+    left_out = [f"the dropout of {few_names(dropping)}"] if dropping else []
+    left_out += [f"what is random in train mode alone, at {_few(places)}"] if places else []
+    if left_out:
         log.warning(
-            "%s: the training is without the dropout of %s, since the graph is that of the deployed model",
-            where,
-            few_names(names),
+            "%s: the training is without %s, since the graph is that of the deployed model", where, " and without ".join(left_out)
+        )
+    if alone.parameters:
+        random = f", without what is random at {_few(places)}" if places else ""
+        warnings.warn(
+            f"{where}: the gradient of the output reaches {few_names(alone.parameters)} in train mode alone. The graph that is"
+            f" trained is that of eval mode{random}: there such a loss trains another model. Quantize without training, with"
+            " quantize_static, or train only parts that compute the same in both modes, such as an encoder, with inside=",
+            stacklevel=4,
         )
     if names := _torn(model, quantized):
         log.warning(
@@ -56,5 +72,8 @@ def _torn(model: nn.Module, quantized: Quantized) -> list[str]:
 
 def few_names(names: Iterable[str]) -> str:
     """The first names of some, and how many more there are."""
-    some = [repr(name) for name in names]
+    return _few([repr(name) for name in names])
+
+
+def _few(some: Sequence[str]) -> str:
     return ", ".join(some[:FIRST_NAMED]) + (f" and {len(some) - FIRST_NAMED} more" if len(some) > FIRST_NAMED else "")

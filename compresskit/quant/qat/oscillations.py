@@ -22,7 +22,7 @@ from compresskit.graph.surgery import get_tensor
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.quantizers import WeightQuantizer
 from compresskit.quant.numerics.scheme import channelwise
-from compresskit.quant.passes.unfold_batchnorm import ConvBN
+from compresskit.quant.passes.unfold_batchnorm import UnfoldedLayer
 
 LEAST_FACTOR = 1e-8  # of BatchNorm, below which a weight is not written back through it
 
@@ -58,7 +58,7 @@ class Oscillations:
 class LatentWeight:
     """A parameter that is rounded while it is trained: `quantizer` gets `parameter` times `factor`.
 
-    factor: of the BatchNorm behind the layer, (channels,), or None.
+    factor: of the BatchNorm and the scales around the layer, of as many dimensions as the weight, or None.
     """
 
     name: str
@@ -70,14 +70,14 @@ class LatentWeight:
         """The tensor that is rounded; gradients reach the parameter alone."""
         if self.factor is None:
             return self.parameter.float()
-        return self.parameter.float() * channelwise(self.factor, self.parameter, self.quantizer.axis)
+        return self.parameter.float() * self.factor
 
     def write_(self, value: Tensor, where: Tensor) -> None:
         """Set the parameter such that the rounded tensor has these values where a mask is True."""
         if self.factor is not None:
             able = self.factor.abs() > LEAST_FACTOR
-            value = value / channelwise(torch.where(able, self.factor, 1.0), value, self.quantizer.axis)
-            where = where & channelwise(able, value, self.quantizer.axis)
+            value = value / torch.where(able, self.factor, 1.0)
+            where = where & able
         self.parameter.copy_(torch.where(where, value.to(self.parameter.dtype), self.parameter))
 
 
@@ -89,8 +89,8 @@ def latent_weights(quantized: Quantized) -> Iterator[LatentWeight]:
         name, factor, quantizer = None, None, None
         if isinstance(module, WeightQuantizer):
             name, quantizer = str(node.args[0].target), module
-        elif isinstance(module, ConvBN) and (found := module.rounding_of(node)[0]) is not None:
-            name, quantizer, factor = str(node.args[1].target), found, module.factor().detach()
+        elif isinstance(module, UnfoldedLayer) and (found := module.rounding_of(node)[0]) is not None:
+            name, quantizer, factor = str(node.args[1].target), found, module.scaling_at(quantized.body, node)
         if name is not None and quantizer is not None and id(quantizer) not in seen:
             seen.add(id(quantizer))
             yield LatentWeight(name, quantizer, get_tensor(quantized.body, name), factor)

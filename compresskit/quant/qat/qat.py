@@ -91,10 +91,13 @@ def prepare_qat(model: nn.Module, batches: Batches, *, inside: str | None = None
     that the weights can adapt to them. Call `quantized.convert_()` after the last step: it folds BatchNorm and nudges scales away
     from rounding boundaries, which exporting alone does not. Under DistributedDataParallel ranges are joined over ranks.
 
-    The graph that is trained is that of the deployed model: it has no dropout, and a layer that runs several times, with another
-    BatchNorm behind each, has a weight for each call; both are logged. Gradient hooks of parameters (`parameter.register_hook`)
-    act on those that are trained in their place; those of parameters that are merged into others, and backward hooks of modules,
-    are not called, which is logged, too.
+    The graph that is trained is that of the deployed model, in eval mode: it has no dropout nor anything else that is random in
+    train mode alone (noise, stochastic depth, the samples of a variational autoencoder), and a layer that runs several times,
+    with another BatchNorm behind each, has a weight for each call; both are logged. A parameter that the gradient of an output
+    reaches in train mode alone, such as the width of such noise, is a warning.
+
+    Gradient hooks of parameters (`parameter.register_hook`) act on those that are trained in their place; those of parameters
+    that are merged into others, and backward hooks of modules, are not called, which is logged, too.
 
     Args:
         model: any float module; it is not changed.
@@ -144,7 +147,7 @@ def _prepare_model(model: nn.Module, batches: Batches, settings: QATSettings, wh
     quantized.origin = replace(quantized.origin, measured=choice.record)
     whole = calibrate_inside(model, quantized, data, settings.inside)
     quantized.unfold_batchnorm_(learned=settings.learned, offsets=settings.offsets)
-    say_what_is_left_out(module, quantized, where)
+    say_what_is_left_out(module, example, quantized, where)
     carry_hooks_(model, whole, settings.inside, where)
     renew_stale_statistics_(quantized, example, where)
     if not settings.learned:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from compresskit.charts import Chart, Series, draw
+from compresskit.measure.charts import Chart, Series, draw
 
 FEWEST_ZEROS = 0.005  # fraction of a layer's values from which zeros are drawn
 LEAST_TIME = 0.0005  # milliseconds that are shown as more than nothing

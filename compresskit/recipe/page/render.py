@@ -14,7 +14,7 @@ from typing import Any
 
 from compresskit.base.files import atomic
 from compresskit.base.version import __version__
-from compresskit.charts import Chart, Series, draw
+from compresskit.measure.charts import Chart, Series, draw
 from compresskit.recipe.page.layers import floating_layers, layer_charts, layer_rows, named_times, time_charts, time_rows
 from compresskit.recipe.page.records import RunRecord
 from compresskit.recipe.page.statistics import (

@@ -475,7 +475,7 @@ class Finals:
             drop=(first.metric - last.metric) * sign,
             latency=self._latency(file),
             bytes=file_bytes(file),
-            macs=last.macs,
+            macs=self.workshop.macs(result.model),
             seconds=seconds,
         )
 

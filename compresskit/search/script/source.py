@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from enum import Enum
 from functools import partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
+
+import numpy as np
 
 from compresskit import distill, mixed, prune, quant
 from compresskit.base.budget import Budget
@@ -93,8 +97,17 @@ class SourceWriter:
 
     def source(self, value: Any, where: str) -> str:
         """An expression that makes an equal value. Raises SettingError, which begins with `where`, where there is none."""
-        if value is None or isinstance(value, bool | int | float | str):
+        if isinstance(value, np.generic):
+            value = value.item()
+        if not isinstance(value, Enum):  # classes of a library's or the user's own, such as that of torch.__version__
+            kind = next((kind for kind in (bool, int, float, str) if isinstance(value, kind)), None)
+            value = value if kind is None or type(value) is kind else kind(value)
+        if value is None or type(value) in (bool, int, float, str):
+            if isinstance(value, float) and not math.isfinite(value):  # inf, -inf, nan
+                self._take(repr(value).lstrip("-"), "math", where)
             return repr(value)
+        if isinstance(value, Enum) and value.name is not None and value.name.isidentifier():
+            return f"{self._named(type(value), where)}.{value.name}"
         if isinstance(value, Budget):
             return f"ck.{value!r}"
         if isinstance(value, partial):
@@ -108,7 +121,7 @@ class SourceWriter:
                 return f"[{entries}]"
             return f"({entries},)" if len(value) == 1 else f"({entries})"
         if isinstance(value, Mapping):
-            return f"{{{', '.join(f'{key!r}: {self.source(entry, where)}' for key, entry in value.items())}}}"
+            return f"{{{', '.join(f'{self.source(key, where)}: {self.source(entry, where)}' for key, entry in value.items())}}}"
         if isinstance(value, type | FunctionType | BuiltinFunctionType):
             return self._named(value, where)
         if (public := public_name(value)) is not None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import onnx
 import pytest
 import torch
 from networks import image
+from onnx import helper
 from torch import nn
 
 import compresskit as ck
 from compresskit.base.errors import SettingError
+from compresskit.export.check.oldest_runtime import oldest_runtime
+from compresskit.export.check.profile.optimized_graph import inferred_graph, value_types
 from compresskit.export.rewrite.common import DATA_MOVEMENT
 from compresskit.measure import count_macs
 
@@ -118,3 +122,43 @@ def test_clamps_between_integer_operators_run_in_integers(tmp_path) -> None:
 def test_settings_out_of_range_are_refused_before_anything_is_counted(tmp_path, settings, message, profile) -> None:
     with pytest.raises(SettingError, match=message):
         ck.audit(tmp_path / "missing.onnx", profile=profile, **settings)
+
+
+def one_operator(kind: str, dtype: str, *, domain: str = "", opset: int = 21, **attributes: int) -> onnx.ModelProto:
+    """A file with one operator, whose first input has a type, and a Cast's output, too."""
+    given = helper.make_tensor_value_info("x", getattr(onnx.TensorProto, dtype), [1, 4, 4, 4])
+    made = helper.make_tensor_value_info("y", getattr(onnx.TensorProto, dtype), None)
+    graph = helper.make_graph([helper.make_node(kind, ["x"], ["y"], domain=domain, **attributes)], "g", [given], [made])
+    opsets = [helper.make_opsetid("", opset), *([helper.make_opsetid(domain, 1)] if domain else [])]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=7 if opset == 13 else 9 if opset < 21 else 10)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "settings", "release"),
+    [
+        ("DepthToSpace", "FLOAT", {"blocksize": 2, "opset": 13}, "1.7"),
+        ("DepthToSpace", "UINT8", {"blocksize": 2, "opset": 13}, "1.21"),
+        ("DepthToSpace", "INT8", {"blocksize": 2}, "1.28"),
+        ("SpaceToDepth", "UINT8", {"blocksize": 2}, "1.28"),
+        ("Cast", "INT4", {"to": onnx.TensorProto.INT8}, "1.23"),
+        ("Cast", "FLOAT", {"to": onnx.TensorProto.FLOAT}, "1.18"),
+        ("Identity", "FLOAT", {"opset": 19}, "1.16"),
+        ("QuantizeLinear", "FLOAT", {"opset": 23}, "1.24"),
+        ("MatMulNBits", "FLOAT", {"domain": "com.microsoft", "bits": 4}, "1.18"),
+        ("MatMulNBits", "FLOAT", {"domain": "com.microsoft", "bits": 8}, "1.22"),
+        ("MatMulNBits", "FLOAT", {"domain": "com.microsoft", "bits": 2}, "1.24"),
+        ("GatherBlockQuantized", "UINT8", {"domain": "com.microsoft", "bits": 2}, "1.24"),
+    ],
+)
+def test_the_oldest_runtime_has_the_kernels_for_the_types_of_a_file(kind, dtype, settings, release) -> None:
+    proto = one_operator(kind, dtype, **settings)
+    assert oldest_runtime(proto, value_types(inferred_graph(proto))) == release
+
+
+def test_the_oldest_runtime_of_integer_files(tmp_path) -> None:
+    up = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.ConvTranspose2d(16, 8, 2, 2), nn.ReLU(), nn.Conv2d(8, 4, 1)).eval()
+    path = ck.export_onnx(ck.quant.quantize_static(up, [image(4)]), tmp_path / "up.onnx", image(2))
+    assert ck.audit(path).oldest_runtime == "1.21"  # its transposed convolution ends in a DepthToSpace of uint8
+    narrow = ck.quant.quantize_static(up[:2], [image(4)], bits=ck.quant.Bits(weights=4))
+    path = ck.export_onnx(narrow, tmp_path / "narrow.onnx", image(2))
+    assert ck.audit(path).oldest_runtime == "1.23"  # its weights are int4, behind a Cast

@@ -8,7 +8,6 @@ import checkout
 import pytest
 import torch
 
-from compresskit.export.check.audit import RUNTIMES
 from compresskit.export.check.environment import (
     ALTERNATIVES,
     OPTIONAL,
@@ -19,6 +18,7 @@ from compresskit.export.check.environment import (
     packages,
     processor_features,
 )
+from compresskit.export.check.oldest_runtime import RUNTIMES
 from compresskit.quant import X86, quantize_dynamic
 
 

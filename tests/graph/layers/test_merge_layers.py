@@ -343,6 +343,20 @@ def test_names_that_the_user_gave_keep_layers_apart() -> None:
         assert {merge.gone for merge in done} == gone, rules
 
 
+def test_a_rule_says_whether_a_layer_takes_an_identity() -> None:
+    asked = []
+    rules = MergeRules(takes_identity=lambda layer, weight: asked.append(weight) is not None)
+    conv, x = nn.Conv2d(8, 8, 3, padding=1, groups=8), torch.randn(2, 8, 9, 9)
+    assert merged(Branches(conv, identity=True), x, rules=rules)[1] == []
+    expected = conv.weight.detach().clone()
+    expected[:, 0, 1, 1] += 1
+    assert len(asked) == 1
+    torch.testing.assert_close(asked[0], expected.to(asked[0]))
+    several = Branches(conv, nn.Conv2d(8, 8, 1, groups=8), identity=True)
+    assert len(merged(several, x, rules=rules)[1]) == 2  # that saves a layer, and is not asked
+    assert len(asked) == 1
+
+
 def test_weights_that_are_frozen_stay_apart_from_those_that_train() -> None:
     model = Branches(nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1))
     model.branches[1].requires_grad_(False)

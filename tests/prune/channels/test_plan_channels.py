@@ -20,6 +20,7 @@ from compresskit import count_macs, keep
 from compresskit.base.errors import CompressError, ModelError, SettingError
 from compresskit.graph.capture import capture
 from compresskit.prune import apply_, plan_channels
+from compresskit.prune.channels import candidates
 from compresskit.prune.criteria import l2
 from compresskit.prune.structure.plan import zero_
 
@@ -208,6 +209,60 @@ def test_a_ratio_where_nothing_can_be_cut_is_refused() -> None:
 def test_ignore_is_not_one_name() -> None:
     with pytest.raises(SettingError, match=r"ignore=\.\.\.: wanted dotted names of modules, such as \('head',\), got 'head'"):
         planned(build(networks.Chain), ignore="head")
+
+
+class Encoder(nn.Module):
+    """Torch's encoder in the layout that is its default, (positions, samples, width); also of (positions, width)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32)
+        self.enter, self.head = nn.Linear(8, 16), nn.Linear(16, 5)
+        self.layers = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+
+    def forward(self, x):
+        return self.head(self.layers(self.enter(x)).mean(0))
+
+
+class Towers(nn.Module):
+    """The scores of users beside all items."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users, self.items = (nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)) for _ in range(2))
+
+    def forward(self, users, items):
+        return self.users(users) @ self.items(items).T
+
+
+@pytest.mark.parametrize(
+    ("kind", "shapes"),
+    [(Encoder, [(90, 3, 8)]), (Encoder, [(90, 8)]), (Towers, [(20, 8), (30, 8)]), (Towers, [(5, 8), (4, 8)])],
+    ids=["time first", "unbatched", "towers", "small towers"],
+)
+def test_macs_are_those_of_the_example(kind, shapes) -> None:
+    """Two rows of the first dimension would be another workload."""
+    torch.manual_seed(0)
+    model, example = kind().eval(), tuple(torch.randn(shape) for shape in shapes)
+    plan = plan_channels(model, example, keep(macs=0.7), round_to=2)
+    small = apply_(copy.deepcopy(model), plan)
+    assert plan.macs_before == count_macs(model, example)
+    assert plan.macs == pytest.approx(count_macs(small, example), abs=1)
+    assert count_macs(small, example) <= 0.7 * count_macs(model, example)
+
+
+@pytest.mark.parametrize(("inputs", "rows", "said"), [((90, 3, 8), 90, "the example"), ((3, 90, 8), 3, "the example")])
+def test_milliseconds_are_those_of_the_example(inputs, rows, said, monkeypatch) -> None:
+    timed = []
+
+    def noted(files, inputs, **settings):
+        timed.append(len(inputs[0]))
+        return [1.0, 0.69]
+
+    monkeypatch.setattr(candidates, "latency", noted)
+    plan = plan_channels(Encoder().eval(), torch.randn(inputs), keep(latency=0.7))
+    assert {*timed} == {rows}
+    assert said in plan.note
 
 
 @pytest.mark.parametrize("quantize", [ck.quant.quantize_static, ck.quant.quantize_dynamic, ck.quant.quantize_weights])

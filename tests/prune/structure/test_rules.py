@@ -196,6 +196,39 @@ def test_channels_that_are_moved_in_other_ways_are_kept_and_named(model, reason)
     assert any(reason in locked for locked in plan.locked), plan.locked
 
 
+class Neighbours(nn.Module):
+    """Messages along the edges of a graph, written into a tensor as large as that of its nodes, beside which it is read."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.enter, self.message, self.leave, self.write = nn.Linear(6, 16), nn.Linear(32, 16), nn.Linear(32, 3), write
+
+    def forward(self, x, edges):
+        h = self.enter(x).relu()
+        message = self.message(torch.cat([h[edges[0]], h[edges[1]]], 1)).relu()
+        return self.leave(torch.cat([h, self.write(torch.zeros_like(h), edges[1], message)], 1))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda zeros, to, y: zeros.index_add(0, to, y),
+        lambda zeros, to, y: zeros.index_put((to,), y, accumulate=True),
+        lambda zeros, to, y: zeros.index_copy(0, torch.arange(len(zeros)), y[: len(zeros)]),
+        lambda zeros, to, y: zeros.slice_scatter(y[:4], 0, 1, 5),
+        lambda zeros, to, y: zeros.select_scatter(y[3], 0, 1),
+        lambda zeros, to, y: zeros.copy_(y[: len(zeros)]),
+    ],
+    ids=["add", "put", "copy rows", "slice", "row", "copy"],
+)
+def test_what_is_written_into_zeros_like_another_value_goes_with_its_channels(write) -> None:
+    inputs = (torch.randn(9, 6), torch.randint(0, 9, (2, 20)))
+    model = Neighbours(write).eval()
+    plan = plan_channels(model, inputs, keep(macs=0.6), round_to=4)
+    assert plan.macs <= 0.6 * plan.macs_before
+    assert_equals_zeroed(model, plan, inputs)
+
+
 class Unpooled(nn.Module):
     """An encoder whose pooling says to the decoder where the largest values were, as in SegNet (1511.00561)."""
 

@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import compresskit as ck
-from compresskit.quant import Bits, diagnose, prepare_qat, quantize_dynamic, quantize_static
+from compresskit.quant import OPENVINO, Bits, diagnose, prepare_qat, quantize_dynamic, quantize_static
+from compresskit.quant.passes import prepare_graph
 from compresskit.quant.passes.unfold_batchnorm import conv_bn_layers
 
 
@@ -113,10 +114,9 @@ def test_masks_that_kept_layers_apart_keep_them_apart_in_a_file(tmp_path) -> Non
 def test_qat_trains_merged_layers_and_unfolds_the_batchnorm_of_others(tmp_path, images) -> None:
     model = trained(RepVGG(), images)
     prepared = prepare_qat(model, [images])
-    assert len(conv_bn_layers(prepared.body)) == 1  # the stem's; its weight holds the scale of the images
-    torch.testing.assert_close(
-        prepared.body.get_parameter("stem.0.weight"), model.stem[0].weight / model.std.view(1, 3, 1, 1), rtol=1e-5, atol=1e-6
-    )
+    (stem,) = conv_bn_layers(prepared.body)  # its weight is as in the model, and it holds the scale of the images
+    assert torch.equal(prepared.body.get_parameter("stem.0.weight"), model.stem[0].weight)
+    torch.testing.assert_close(stem.inward, 1 / model.std.flatten())
     optimizer = torch.optim.SGD(prepared.parameters(), lr=0.05)
     losses = []
     for _ in range(12):
@@ -181,6 +181,82 @@ def test_an_identity_alone_stays_beside_an_integer_convolution(images) -> None:
             return F.relu(self.conv(x) + x)
 
     assert quantize_static(Residual().eval(), [images]).origin.merges == ()
+
+
+class RepMixer(nn.Module):
+    """The token mixer of FastViT as it is trained (Vasu et al., 2303.14189), linear in its input. size: of what it adds."""
+
+    def __init__(self, channels: int = 16, size: float = 2.0) -> None:
+        super().__init__()
+        self.norm, self.identity = nn.BatchNorm2d(channels), nn.BatchNorm2d(channels)
+        self.point = nn.Sequential(nn.Conv2d(channels, channels, 1, groups=channels, bias=False), nn.BatchNorm2d(channels))
+        self.around = nn.Sequential(
+            nn.Conv2d(channels, channels, 3, padding=1, groups=channels, bias=False), nn.BatchNorm2d(channels)
+        )
+        self.scale = nn.Parameter(torch.full((channels, 1, 1), size))
+
+    def forward(self, x):
+        return x + self.scale * (self.identity(x) + self.point(x) + self.around(x) - (self.norm(x) + 0))
+
+
+def mixers(images: torch.Tensor, size: float = 2.0) -> nn.Module:
+    stem = nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1), nn.ReLU())
+    return trained(nn.Sequential(stem, RepMixer(size=size), RepMixer(size=size), nn.Conv2d(16, 8, 1)), images)
+
+
+def decibels_left(quantized: nn.Module, model: nn.Module, x: torch.Tensor) -> float:
+    with torch.no_grad():
+        return float(10 * (model(x).square().mean() / (quantized(x) - model(x)).square().mean()).log10())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_mixer_of_tokens_becomes_one_depthwise_convolution(tmp_path, monkeypatch, seed: int) -> None:
+    torch.manual_seed(seed)
+    images = torch.randn(16, 3, 16, 16)
+    model = mixers(images)
+    quantized = quantize_static(model, [images])
+    assert list(quantized.placement.integer.values()) == ["conv"] * 4
+    path = ck.export_onnx(quantized, tmp_path / "m.onnx", images)
+    assert ck.verify_onnx(path, quantized, [images]).passed
+    assert {"Add", "Mul", "Sub"}.isdisjoint(ck.audit(path).operators)
+    monkeypatch.setattr(prepare_graph, "takes_identity", lambda *_: lambda *_: False)
+    apart = quantize_static(model, [images])
+    assert sorted(apart.placement.integer.values()) == ["add"] * 2 + ["conv"] * 4
+    assert decibels_left(quantized, model, images) > decibels_left(apart, model, images) + 0.5
+
+
+def test_an_identity_that_outweighs_a_depthwise_kernel_stays(monkeypatch, images) -> None:
+    model = mixers(images, size=0.02)
+    apart = quantize_static(model, [images])
+    assert sorted(apart.placement.integer.values()) == ["add"] * 2 + ["conv"] * 4
+    monkeypatch.setattr(prepare_graph, "takes_identity", lambda *_: None)
+    merged = quantize_static(model, [images])
+    assert list(merged.placement.integer.values()) == ["conv"] * 4
+    assert decibels_left(apart, model, images) > decibels_left(merged, model, images) + 0.5
+
+
+RULES = {
+    "x86": {},
+    "one of four bits": {"bits": {"1": Bits(weights=4)}},
+    "openvino": {"target": OPENVINO},
+}
+
+
+def test_an_identity_is_merged_by_what_the_target_and_the_bits_round(images) -> None:
+    """Four bits are too few for ones beside a kernel, and OpenVINO adds the result of a convolution unrounded."""
+    model = mixers(images)
+    merges = {rule: quantize_static(model, [images], **rule_of).origin.merges for rule, rule_of in RULES.items()}
+    identities = {rule: sum(merge.gone in ("relu", "conv2d_2") for merge in found) for rule, found in merges.items()}
+    assert identities == {"x86": 2, "one of four bits": 1, "openvino": 0}
+
+
+def test_a_merged_identity_is_saved_and_loaded(tmp_path, images) -> None:
+    model = mixers(images)
+    quantized = quantize_static(model, [images])
+    ck.save(quantized, tmp_path / "saved")
+    loaded = ck.load(mixers(images), tmp_path / "saved")
+    assert loaded.origin.merges == quantized.origin.merges
+    assert torch.equal(loaded(images), quantized(images))
 
 
 def test_the_float_model_keeps_its_layers(images) -> None:

@@ -125,14 +125,28 @@ def fix_dimensions_(graph: Any, size: int, names: Mapping[str, int] | None = Non
     return max(first[0], 1) if first else 1, numbers
 
 
-def value_shapes(model: Any) -> dict[str, list[int]]:
-    """Value name -> shape, where every size is known."""
+def inferred_graph(model: Any) -> Any:
+    """The graph of a file with the shapes and types of its values, as far as onnx knows them."""
     import onnx
 
-    graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
+    return onnx.shape_inference.infer_shapes(model, data_prop=True).graph
+
+
+def value_shapes(graph: Any) -> dict[str, list[int]]:
+    """Value name -> shape, where every size is known, of an inferred graph."""
     values = (v for inner in all_graphs(graph) for v in (*inner.value_info, *inner.output, *inner.input))
     kinds = ((v.name, v.type.tensor_type) for v in values if v.type.tensor_type.HasField("shape"))
     return {name: [d.dim_value for d in kind.shape.dim] for name, kind in kinds if all(d.dim_value for d in kind.shape.dim)}
+
+
+def value_types(graph: Any) -> dict[str, str]:
+    """Value name -> name of its elements' type, such as "UINT8", where it is known, of an inferred graph; constants included."""
+    import onnx
+
+    kind, graphs = onnx.TensorProto.DataType.Name, list(all_graphs(graph))
+    stored = {tensor.name: kind(tensor.data_type) for inner in graphs for tensor in inner.initializer}
+    values = (v for inner in graphs for v in (*inner.value_info, *inner.output, *inner.input))
+    return {v.name: kind(v.type.tensor_type.elem_type) for v in values if v.type.tensor_type.elem_type} | stored
 
 
 def constant_shapes(graph: Any) -> dict[str, list[int]]:

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compresskit.graph.layers.consecutive import sum_over_inputs
 from compresskit.graph.layers.geometry import Geometry, composed, consecutive
+from compresskit.graph.layers.stored import sum_over_inputs
 from compresskit.graph.replacements import Bypass, Merged, Unmerged, merged_convolution, replace_module_
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d

@@ -13,7 +13,7 @@ from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.inputs import AnyInputs, as_inputs, calibration_inputs
 from compresskit.base.task import Inputs, Task
 from compresskit.graph.surgery import frozen_copy
-from compresskit.measure import count_macs, count_parameters, few_rows
+from compresskit.measure import count_macs, count_parameters
 from compresskit.prune.channels.candidates import ExportedCandidates
 from compresskit.prune.channels.plan_channels import check_prunable
 from compresskit.prune.depth import importance as block_importance
@@ -32,6 +32,7 @@ from compresskit.prune.depth.merging.merge_runs import (
     sizes_in,
 )
 from compresskit.prune.depth.merging.prove_merges import check_merges, runs_that_cannot_go
+from compresskit.prune.structure.repeatable import timed_rows
 
 #: Quantities that a budget of merged runs may be one of.
 MERGE_QUANTITIES: tuple[Quantity, ...] = ("latency", "macs", "parameters")
@@ -134,7 +135,7 @@ def rank_runs(model: nn.Module, task: Task, *, samples: int = 256, least: float 
     Raises ModelError where the model cannot be captured.
     """
     inputs = task.example()
-    one = few_rows(model, inputs, 1)
+    one = timed_rows(model, inputs)
     found = find_runs(model, inputs)
     if not found.runs:
         return ()

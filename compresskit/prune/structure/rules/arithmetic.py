@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,7 @@ from compresskit.prune.structure.rules.width_scaling import add_scaling_factor
 @rule_for(*overloads(IDENTITY_OPERATORS))
 def rule_identity(call: OperatorCall) -> RuleResult:
     """The same values, as far as channels are concerned."""
+    call.take_copies(call.state.copies.get(call.node.args[0], ()))
     return call.args[0]
 
 
@@ -40,14 +43,16 @@ def rule_elementwise(call: OperatorCall) -> RuleResult:
     values = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, Tensor | ParameterView)]
     if is_computed_weight(call, values):
         return combine_parameters(call, values)
-    states = _initial_states(call)
+    states, repeated = _initial_states(call), False
     result: Tensor | None = None
-    for value in values:
-        if id(value) in states:
-            value = torch.full((), UNCONSTRAINED).expand(value.shape)
-        if isinstance(value, Tensor):
-            result = value if result is None else join_broadcast(call, result, value)
+    for given, node in _values_and_nodes(call):
+        labels = fixed_labels((1,) * given.ndim) if id(given) in states else call.first_of_copies(given, node)
+        repeated |= id(given) not in states and labels is not given
+        result = labels if result is None else join_broadcast(call, result, labels)
     result = fixed_labels(call.shape) if result is None else result.expand(call.shape)
+    if repeated:
+        call.add_given_size(result)
+    _take_copies_of_all(call)
     for value in values:
         if isinstance(value, ParameterView):
             result = join_parameter(call, result, value)
@@ -55,6 +60,25 @@ def rule_elementwise(call: OperatorCall) -> RuleResult:
         call.add_size_beside_blank(made, result)
     add_scaling_factor(call, result)
     return result
+
+
+def _values_and_nodes(call: OperatorCall) -> list[tuple[Tensor, Any]]:
+    """The labels of the activations among the arguments, and who made them."""
+    given = zip((*call.args, *call.kwargs.values()), (*call.node.args, *call.node.kwargs.values()), strict=True)
+    return [(value, node) for value, node in given if isinstance(value, Tensor)]
+
+
+def _take_copies_of_all(call: OperatorCall) -> None:
+    """The result repeats itself where all arguments do, or have one entry, as blank tensors do everywhere."""
+    if any(isinstance(value, ParameterView) and value.numel > 1 for value in (*call.args, *call.kwargs.values())):
+        return
+    rank = len(call.shape)
+    dims = {d for d, size in enumerate(call.shape) if size > 1}
+    for value, node in _values_and_nodes(call):
+        before, copied = rank - value.ndim, call.state.copies.get(node, ())
+        if call.blank_behind(node) is None:
+            dims &= {d for d in range(rank) if d < before or value.shape[d - before] == 1 or d - before in copied}
+    call.take_copies(dims)
 
 
 def _initial_states(call: OperatorCall) -> dict[int, Node]:
@@ -193,6 +217,9 @@ def rule_reduction(call: OperatorCall) -> RuleResult:
         x = call.sets.join(first, collapse(x), f"{call.where} takes several of them together").expand(x.shape)
     for dim in dims:
         x = x.narrow(dim, 0, 1) if x.shape[dim] else x
+    if call.has_one_result and (copies := call.state.copies.get(call.node.args[0])):
+        left = [d for d in range(rank) if d not in dims] if len(call.shape) < rank else [*range(rank)]
+        call.take_copies(left.index(d) for d in copies if d not in dims)
     kept = [n for d, n in enumerate(call.args[0].shape) if d not in dims]
     if call.has_one_result:
         return _reduced_labels(x, kept, call.shape)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -74,7 +74,8 @@ class ChannelPropagation:
     The rest is state of the propagation: `shapes` of the run at hand, whether it is the `main_run`, `calls` of each operator so
     far, `blank` nodes (tensors that were made to be written into and hold nothing yet), `products` that sum over channels,
     `data_free` nodes (computed from nothing but parameters and constants), and, where two channels make a complex number, the
-    label of the `imaginary` part by that of the real one, which stands for both.
+    label of the `imaginary` part by that of the real one, which stands for both. `copies`: node -> the dimensions along which a
+    value without channels, such as a mask, repeats itself.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -96,6 +97,7 @@ class ChannelPropagation:
         self.calls: Counter[Any] = Counter()
         self.blank: set[Node] = set()
         self.data_free: set[Node] = set()
+        self.copies: dict[Node, frozenset[int]] = {}
         self.products: dict[Node, tuple[Tensor, int, bool]] = {}
         self.imaginary: dict[int, int] = {}
         self._axis_labels: dict[tuple[str, int], Tensor] = {}
@@ -239,7 +241,19 @@ class OperatorCall:
             node = node.args[0]
         return None if made is None or _is_written_by_a_view(made) else made
 
+    def take_copies(self, dims: Iterable[int]) -> None:
+        """The result repeats itself along these dimensions."""
+        if found := frozenset(dims):
+            self.state.copies[self.node] = found
+
     # -- labels of what it reads
+
+    def first_of_copies(self, value: Tensor, node: Any) -> Tensor:
+        """The labels of an argument; of one without channels that repeats itself, those of one copy: it takes any width there."""
+        if (dims := self.state.copies.get(node)) and not bool((collapse_expanded(value) != 0).any()):
+            for dim in dims:
+                value = value.narrow(dim, 0, 1)
+        return value
 
     def labels_along(self, value: Any, dim: int) -> Tensor:
         """One label for each index of `dim`; sets that share an index of it are joined.

@@ -25,7 +25,6 @@ from compresskit.prune.structure.rules.base import (
     MOVING_OPERATORS,
     OperatorCall,
     RuleResult,
-    operator_name,
     overloads,
     rule_for,
 )
@@ -115,8 +114,9 @@ def rule_move(call: OperatorCall) -> RuleResult:
         moved = tighten(function(x, *rest, **call.kwargs))
     except (RuntimeError, TypeError):
         return call.lock_inputs()
-    if "expand" in call.kind or "repeat" in call.kind:
+    if "expand" in call.kind or "repeat" in call.kind or call.kind == "tile":
         moved = _labels_of_copies(x, moved, rest[0] if call.kind == "expand_as" else None)
+        _take_grown_dims(call, x)
     if len(varying_dims(moved)) > len(varying_dims(x)) or _is_one_head(call, x, moved):
         # (N, C) viewed as (N, heads, C / heads): which of the two sizes stays is decided once the whole graph has been seen.
         call.add_split(moved)
@@ -144,6 +144,13 @@ def _labels_of_copies(x: Tensor, moved: Tensor, like: Any) -> Tensor:
         if grown and (not kept or (isinstance(like, Tensor) and not {*kept} & {*varying_dims(like)})):
             return torch.full((), UNCONSTRAINED).expand(moved.shape)
     return moved
+
+
+def _take_grown_dims(call: OperatorCall, x: Tensor) -> None:
+    """What is expanded or repeated takes any width where it had one entry, and where it took any before."""
+    added = len(call.shape) - x.ndim
+    sizes, copies = (1,) * added + tuple(x.shape), call.state.copies.get(call.node.args[0], ())
+    call.take_copies(d for d, size in enumerate(call.shape) if size > 1 == sizes[d] or d - added in copies)
 
 
 @rule_for(aten.pixel_shuffle.default)
@@ -364,8 +371,9 @@ def rule_write(call: OperatorCall) -> RuleResult:
             return x
         return call.lock_inputs(f"overwritten by {call.where}")
     value = values[0]
+    blank = call.is_blank(target) and not varying_dims(x)  # `zeros_like(h)` is as wide as h
     if copies:
-        if call.is_blank(target):
+        if blank:
             return join_broadcast(call, value, fixed_labels(())).expand(x.shape)
         return join_broadcast(call, x, value)
     dims = [d - value.ndim for d in varying_dims(value)]
@@ -374,16 +382,17 @@ def rule_write(call: OperatorCall) -> RuleResult:
     if x.shape[dims[0]] != value.shape[dims[0]]:
         return call.lock_inputs()
     labels = expand_along(call.labels_along(value, value.ndim + dims[0]), x.ndim + dims[0], tuple(x.shape))
-    return labels if call.is_blank(target) else join_broadcast(call, x, labels)
+    return labels if blank else join_broadcast(call, x, labels)
 
 
 def _fill_places(call: OperatorCall, x: Tensor) -> RuleResult:
     """One number written at some places, the same for every channel, as `x[~valid] = 0` does."""
-    labels, dim = x, 0
+    labels, dim, repeated = x, 0, False
     for index, node, is_mask in zip(call.args[1], call.node.args[1], call.node.meta["masks"], strict=True):
         ndim = len(index.shape) if is_mask else 1
         if is_mask and isinstance(index, Tensor):
-            index = _first_of_copies(call, index, node)
+            mask, index = index, call.first_of_copies(index, node)
+            repeated |= index is not mask
             place = index.reshape([1] * dim + list(index.shape) + [1] * (x.ndim - dim - ndim))
             labels = join_broadcast(call, labels, place)
         elif index is not None and {*range(dim, dim + ndim)} & {*varying_dims(x)}:
@@ -391,21 +400,9 @@ def _fill_places(call: OperatorCall, x: Tensor) -> RuleResult:
         elif isinstance(index, Tensor):
             call.sets.lock(index, f"read as positions by {call.where}")
         dim += ndim
+    if repeated:
+        call.add_given_size(labels)
     return labels
-
-
-def _first_of_copies(call: OperatorCall, mask: Tensor, node: Node) -> Tensor:
-    """The labels of a mask; where it repeats another one, over the channels, those of one copy, which take any width."""
-    while operator_name(node.target) in ("bitwise_not", "logical_not", "clone", "detach"):
-        node = node.args[0]
-    if operator_name(node.target) not in ("repeat", "expand", "expand_as"):
-        return mask
-    before = call.state.shapes[node.args[0].name]
-    before = (1,) * (mask.ndim - len(before)) + before
-    for dim in range(mask.ndim):
-        mask = mask.narrow(dim, 0, 1) if before[dim] == 1 and dim not in varying_dims(mask) else mask
-    call.add_given_size(call.args[0])
-    return mask
 
 
 def _write_vector(call: OperatorCall, x: Tensor, parameter: ParameterView) -> RuleResult:

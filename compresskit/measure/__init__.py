@@ -7,7 +7,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -35,6 +35,7 @@ from compresskit.base.task import (
 )
 from compresskit.graph.capture import Dynamic, input_names
 from compresskit.graph.surgery import call_unmoved, check_is_module, check_not_lazy, mode, state_kept
+from compresskit.measure.flops import flop_formulas
 
 #: Setting of a session: microseconds that its threads wait busily for more work before they sleep. By the runtime's default they
 #: wait for tens of milliseconds, on cores that the next of several sessions wants. Before 1.26, ONNX Runtime ignores it.
@@ -87,6 +88,10 @@ def run_once(model: nn.Module, inputs: Inputs) -> None:
 def count_macs(model: nn.Module, inputs: AnyInputs, *, dims: RowDims | None = None) -> int:
     """Return the multiply-accumulates of one sample in eval mode: half of the operations that torch's flop counter counts.
 
+    These are of convolutions, products of matrices and vectors, attention, and distances (`torch.cdist`, `pdist`), each of which
+    counts as a product of two vectors. Elementwise operators and sums of what they give, embeddings, interpolation, Fourier
+    transforms, solvers, decompositions, and `torch.sparse.mm` of matrices in COO layout count 0.
+
     Fused kernels (attention's fast path, oneDNN's LSTM) are disabled meanwhile: the counter does not see the operations inside.
 
     Args:
@@ -101,11 +106,7 @@ def count_macs(model: nn.Module, inputs: AnyInputs, *, dims: RowDims | None = No
     check_is_module(model, "count_macs")
     inputs = as_inputs(inputs, "count_macs")
     rows = counted_rows(inputs, dims, "count_macs")
-    aten = torch.ops.aten
-    formulas = {aten._trilinear: _bilinear_flops, aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
-    with suppress(AttributeError):  # torchvision is not imported
-        formulas[torch.ops.torchvision.deform_conv2d] = _deformable_flops
-    counter = FlopCounterMode(display=False, custom_mapping=formulas)
+    counter = FlopCounterMode(display=False, custom_mapping=flop_formulas())
     counter.mod_tracker = _WholeModel()  # type: ignore[assignment]
     fused = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags would set, and warn of, more than this
@@ -120,21 +121,6 @@ def count_macs(model: nn.Module, inputs: AnyInputs, *, dims: RowDims | None = No
     finally:
         torch._C._set_mkldnn_enabled(fused)
     return counter.get_total_flops() // 2 // rows
-
-
-def _bilinear_flops(_: Sequence[int], weight: Sequence[int], second: Sequence[int], *__: Any, **___: Any) -> int:
-    """Operations of `nn.Bilinear`: the weight has one entry for each pair of inputs and each output."""
-    return 2 * math.prod(weight) * second[0]
-
-
-def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *__: Any, **___: Any) -> int:
-    """Operations of attention on a CPU, which torch 2.11 does not count: (N, H, L, D) and (N, H, S, D or E)."""
-    return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
-
-
-def _deformable_flops(_: Sequence[int], weight: Sequence[int], *__: Any, out_shape: Sequence[int], **___: Any) -> int:
-    """Operations of a deformable convolution of torchvision, with weight (O, I / groups, ...)."""
-    return 2 * math.prod(out_shape) * math.prod(weight[1:])
 
 
 class _WholeModel:
@@ -264,6 +250,12 @@ def metric_value(found: Any) -> float:
 
 def _joined(outputs: list[tuple[Tensor, Any]]) -> tuple[Tensor, Any]:
     predictions, targets = zip(*outputs, strict=True)
+    if len(outputs) > 1 and all(isinstance(y, Tensor) and y.shape[:1] == p.shape[1:2] != p.shape[:1] for p, y in outputs):
+        raise DataError(  # (T, N, C), as nn.CTCLoss takes them
+            f"Task(metric=...): a function wants all batches as one tensor, but predictions {tuple(predictions[0].shape)} have"
+            f" the {len(targets[0])} samples of their targets in dimension 1; put them first, Task(predict=lambda output:"
+            " output.transpose(0, 1)), or give a metric with update, compute and reset, which takes one batch after another"
+        )
     return _one_tensor(predictions, "predictions"), _joined_targets(targets, [len(part) for part in predictions])
 
 
