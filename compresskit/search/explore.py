@@ -99,7 +99,7 @@ class Explorer:
                 study.propose(doubted, checks=True)
             elif study.told % PROPOSALS and (following := self._proposed(tried, skipped, most["blocks"])) is not None:
                 study.propose(following)
-            lost = [candidate for candidate, entry in tried.items() if entry.figures is None]  # made once, and no longer
+            lost = [candidate for candidate, entry in tried.items() if entry.figures is None]  # they failed, here or elsewhere
             if (asked := study.ask(self.trials, lost)) is None:
                 time.sleep(PAUSE)  # others work on the last of them
                 continue

@@ -119,6 +119,10 @@ class Level(enum.IntEnum):
     HIGH = 3
 
 
+class Steps(int):
+    pass
+
+
 @pytest.mark.parametrize(
     ("given", "plain"),
     [
@@ -126,8 +130,9 @@ class Level(enum.IntEnum):
         ((np.float64(0.5), 0.25, np.int64(3), np.bool_(True), np.str_("text")), (0.5, 0.25, 3, True, "text")),
         ([math.inf, -math.inf, np.float32(np.inf)], [math.inf, -math.inf, math.inf]),
         ({np.int64(1): Kind.FEW, Level.HIGH: None}, {1: Kind.FEW, 3: None}),
+        ([Steps(5), torch.__version__], [5, str(torch.__version__)]),
     ],
-    ids=["numpy", "tuple", "infinity", "enum"],
+    ids=["numpy", "tuple", "infinity", "enum", "subclasses"],
 )
 def test_values_are_written_as_python_that_makes_them(given, plain) -> None:
     train = ck.Train(steps=4, clip=np.float64(2.0), optimizer=functools.partial(torch.optim.SGD, lr=given))

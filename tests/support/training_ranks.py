@@ -6,6 +6,7 @@ import logging
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -165,10 +166,10 @@ class Experts(nn.Module):
         return y
 
 
-def expert_steps(precision="FP32"):
+def expert_steps(precision="FP32", dtype=torch.float32):
     """The second process has no row for the first expert, and the first none for the second."""
     torch.manual_seed(0)
-    x, model = torch.randn(16, 8), Experts()
+    x, model = torch.randn(16, 8).to(dtype), Experts().to(dtype)
     x[:, 0] = torch.arange(16.0) - 7.5
     sgd = partial(torch.optim.SGD, lr=0.5, momentum=0.9, weight_decay=0.1)
     how = ck.Train(epochs=3, optimizer=sgd, schedule=ck.lr.Constant(), precision=getattr(ck.mixed, precision), clip=1.0)
@@ -177,7 +178,8 @@ def expert_steps(precision="FP32"):
 
 
 def experts(folder):
-    return {precision: expert_steps(precision) for precision in ("FP32", "MASTER_BF16", "MASTER_FP16")}
+    found = {precision: expert_steps(precision) for precision in ("FP32", "MASTER_BF16", "MASTER_FP16")}
+    return found | {"float64": expert_steps(dtype=torch.float64)}
 
 
 def trained_by(loss, labels):
@@ -214,19 +216,74 @@ def losses(folder):
     return by_losses()
 
 
-def read(batches):
+def read(batches, loss=F.cross_entropy):
     """What a training says of batches; empty where nothing."""
     records = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: records.append(record.getMessage())
     logging.getLogger("compresskit").addHandler(handler)
     try:
-        fit_(nn.Linear(8, 4), ck.Task(train=batches), ck.Train(epochs=1))
+        fit_(nn.Linear(8, 4), ck.Task(train=batches, loss=loss), ck.Train(epochs=1))
     except ck.DataError as error:
         return f"refused: {error}"
     finally:
         logging.getLogger("compresskit").removeHandler(handler)
     return "; ".join(records)
+
+
+class Turned(torch.utils.data.Dataset):
+    """Samples whose label an augmentation draws."""
+
+    def __init__(self):
+        self.random = np.random.default_rng(dist.get_rank())
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        label = int(self.random.integers(4))
+        return torch.full((8,), index + label / 4), label
+
+
+class Simulated(torch.utils.data.IterableDataset):
+    def __init__(self, rows=8):
+        self.rows = rows
+
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        own = torch.Generator().manual_seed(dist.get_rank())
+        for _ in range(4):
+            yield torch.randn(self.rows, 8, generator=own), torch.randint(4, (self.rows,), generator=own)
+
+
+class Ahead:
+    """A class around a loader that has no attribute of it."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __len__(self):
+        return len(self.loader)
+
+    def __iter__(self):
+        return iter(self.loader)
+
+
+def unsure(folder):
+    """Batches that differ, where nothing may be lost; and labels of pixels, which are the samples'."""
+    loader = torch.utils.data.DataLoader
+    own = torch.Generator().manual_seed(dist.get_rank())
+    data = torch.utils.data.TensorDataset(torch.arange(64.0)[:, None].expand(-1, 8), torch.arange(64) % 4)
+    pixels = [(torch.full((3, 8), float(i)), torch.tensor([i, i + 1, 2]) % 4) for i in range(64)]
+    return {
+        "drawn labels": read(loader(Turned(), batch_size=8)),
+        "simulated": read(loader(Simulated(), batch_size=None)),
+        "around a loader": read(Ahead(loader(data, 8, sampler=torch.utils.data.distributed.DistributedSampler(data)))),
+        "rows": read([(torch.randn(8 - 2 * dist.get_rank(), 8), torch.arange(8 - 2 * dist.get_rank()) % 4)]),
+        "pixels": read(loader(pixels, 8, shuffle=True, generator=own), loss=lambda y, z: F.cross_entropy(y.mT, z)),
+    }
 
 
 def reads(folder):
@@ -265,7 +322,7 @@ def told(folder):
     return {"x": x, "start": start, "reported": reported, "frozen": frozen, "after": after}
 
 
-CASES = (resumed, best, snapshots, elsewhere, refused, in_half, own_rows, quantized, experts, losses, reads, told)
+CASES = (resumed, best, snapshots, elsewhere, refused, in_half, own_rows, quantized, experts, losses, reads, unsure, told)
 
 
 def main(rank: int, folder: str) -> None:

@@ -14,6 +14,7 @@ from compresskit.base.errors import Interrupted
 from compresskit.base.progress import Every, Progress
 from compresskit.mixed.step.scaler import LossScaler
 from compresskit.train.history import AT_ONCE, History
+from compresskit.train.loop import TrainingLoop
 
 
 def test_an_epoch_is_the_mean_of_its_losses() -> None:
@@ -106,3 +107,17 @@ def test_a_resumed_training_has_the_history_of_one_that_was_not_interrupted(tmp_
     assert state is not None
     assert again.histories == [resumed | again.histories[0]]
     assert len(again.histories[0]["epochs"]) == 3
+
+
+def test_a_state_of_the_layout_before_gives_the_sum_of_its_epoch(tmp_path, monkeypatch) -> None:
+    """The sum of losses was of the run, and is of each process."""
+    state = TrainingLoop._state
+
+    def state_before(self):
+        saved = state(self)
+        return saved | {"epoch_losses": saved["ranks"][0].pop("losses")}
+
+    (plain,) = trained(tmp_path / "plain", None)
+    monkeypatch.setattr(TrainingLoop, "_state", state_before)
+    (resumed,) = trained(tmp_path / "7", 7)
+    assert [entry["loss"] for entry in resumed["epochs"]] == pytest.approx([e["loss"] for e in plain["epochs"]], rel=1e-6)

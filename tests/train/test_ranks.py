@@ -111,6 +111,9 @@ def test_a_layer_that_one_process_does_not_use_gets_the_mean(two) -> None:
         for name, value in alone.items():
             assert torch.equal(first[precision][name], second[precision][name]), name
             torch.testing.assert_close(first[precision][name], value, atol=tolerance, rtol=tolerance)
+    for name, value in ranks.expert_steps(dtype=torch.float64).items():
+        assert torch.equal(first["float64"][name], second["float64"][name]), name
+        torch.testing.assert_close(first["float64"][name], value, atol=1e-6, rtol=1e-6)
     torch.manual_seed(0)
     torch.randn(16, 8)
     assert torch.equal(first["FP32"]["none.weight"], ranks.Experts().none.weight), "what no process uses is not decayed"
@@ -134,6 +137,17 @@ def test_processes_that_read_other_samples_are_refused(two) -> None:
     for name in ("same", "sampler", "rows"):
         assert not first[name], name
         assert not second[name], name
+
+
+def test_batches_that_differ_are_a_warning_where_nothing_may_be_lost(two) -> None:
+    first, second = (rank["unsure"] for rank in two[0])
+    for name in ("drawn labels", "simulated", "around a loader"):
+        assert first[name].startswith("epoch 1, batch 1: process 1 reads another batch than process 0."), name
+    assert "process 1 has 6 rows in its batch, process 0 has 8." in first["rows"]
+    assert "DistributedSampler" not in first["simulated"]
+    assert "DistributedSampler as the `sampler` of the loader itself" in first["around a loader"]
+    assert first["pixels"] == second["pixels"]
+    assert first["pixels"].startswith("refused: epoch 1, batch 1: process 1 reads other samples")
 
 
 def test_an_epoch_tells_the_loss_of_all_rows_and_what_it_froze_is_frozen_in_all(two) -> None:

@@ -200,9 +200,9 @@ def timed_rows(model: nn.Module, inputs: Inputs, dims: RowDims | None = None) ->
 class _Growth:
     """How MACs and outputs of a model grow with the rows of its inputs.
 
-    least: rows that it takes. macs: of so many equal rows, of twice, and of three times as many where those are not twice the
-        first. of_rows: whether all inputs have rows, and outputs grow with them. of_samples: whether outputs grow with them, equal
-        rows give the same, and MACs do not grow with their square.
+    least: rows that it takes. macs: of so many equal rows, of twice, and of three times as many where those do not say all.
+    of_rows: whether all inputs have rows, and outputs grow with them.
+    of_samples: whether outputs grow with rows, equal rows give the same, and MACs do not grow with the square of them.
     """
 
     least: int
@@ -227,11 +227,11 @@ def _growth(model: nn.Module, inputs: Inputs, least: int, dims: RowDims | None) 
         many = repeated_rows(inputs, 3 * least, dims)
         one, two, three = (_equal_rows(many, times * least, dims) for times in (1, 2, 3))
         macs, outputs = map(list, zip(*(_counted(model, rows, dims) for rows in (one, two)), strict=True))
-        if abs(macs[1] - 2 * macs[0]) > _ROUNDED_MACS:
-            macs.append(_counted(model, three, dims)[0])
         grow = not outputs[0] or [v.shape for v in outputs[0]] != [v.shape for v in outputs[1]]
         sizes = zip(pytree.tree_leaves(one), pytree.tree_leaves(two), strict=True)
         cut = all(a.shape != b.shape for a, b in sizes if isinstance(a, Tensor) and a.ndim)
+        if not (cut and grow) or abs(macs[1] - 2 * macs[0]) >= 2 * least:  # those of a sample are rounded down
+            macs.append(_counted(model, three, dims)[0])
         same = len(outputs[0]) != len(outputs[1]) or all(map(_is_twice_the_same, *outputs))
         return _Growth(least=least, macs=macs, of_rows=cut and grow, of_samples=grow and same and not _bend(macs))
     return None

@@ -57,9 +57,9 @@ def rounds_as_well(captured: Captured) -> Rounds:
     return rounds
 
 
-def takes_identity(captured: Captured, target: Target, bits: BitWidths) -> TakesIdentity:
+def takes_identity(captured: Captured, target: Target, bits: BitWidths, skip: tuple[str, ...] = ()) -> TakesIdentity:
     """Return what compares x + conv(x) as two operators and as one depthwise convolution, on the inputs of a captured graph; see
-    `MergeRules`. Other layers take no identity.
+    `MergeRules`. Other layers take no identity, nor do those of `skip`, which round nothing.
 
     Of several processes, which see different inputs, the first decides for all.
     """
@@ -68,7 +68,9 @@ def takes_identity(captured: Captured, target: Target, bits: BitWidths) -> Takes
     rounds_result = add is not None and not add.fuses
 
     def takes(layer: Node, weight: Tensor) -> bool:
-        if not per_channel or add is None or weight.ndim < 3 or weight.shape[1] > 1:
+        path = module_path(layer)
+        skipped = any(name in (layer.name, path) or path.startswith(f"{name}.") for name in skip)
+        if skipped or not per_channel or add is None or weight.ndim < 3 or weight.shape[1] > 1:
             return False
         return on_rank_zero(partial(compare, layer, weight))
 

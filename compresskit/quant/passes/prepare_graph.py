@@ -180,7 +180,7 @@ def prepare_graph(
     rules = MergeRules(
         skip=(*skip, *apart),
         named=named_modules(bits),
-        takes_identity=takes_identity(captured, target, bits),
+        takes_identity=takes_identity(captured, target, bits, skip),
         least_decibels=LEAST_MERGED_DECIBELS,
         rounds=rounds_as_well(captured),
         recorded=None if merges is None else frozenset(merges),

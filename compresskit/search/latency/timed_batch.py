@@ -30,7 +30,7 @@ def check_timed_batch(workshop: Workshop, *, asked: bool = True) -> str:
         )
     if asked and (dims is not None or has_rows(timed)):
         raise SettingError(
-            f"at_most(batch={batch}): {name} does not run on a batch of {batch}, and does on the {rows} of the first validation batch;"
+            f"at_most(batch={batch}): {name} does not run on a batch of {batch}, but on the {rows} of the first validation batch;"
             f" write at_most(batch={rows}) for latencies of those, or give a model that takes any number"
         )
     log.warning("compress: %s takes no part of a batch, so latencies are of the whole first one, %s", name, shapes_of(timed))

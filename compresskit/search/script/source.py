@@ -101,7 +101,8 @@ class SourceWriter:
             value = value.item()
         if not isinstance(value, Enum):  # classes of a library's or the user's own, such as that of torch.__version__
             kind = next((kind for kind in (bool, int, float, str) if isinstance(value, kind)), None)
-            value = value if kind is None or type(value) is kind else kind(value)
+            if kind is not None and type(value) is not kind and kind(value) == value:
+                value = kind(value)
         if value is None or type(value) in (bool, int, float, str):
             if isinstance(value, float) and not math.isfinite(value):  # inf, -inf, nan
                 self._take(repr(value).lstrip("-"), "math", where)

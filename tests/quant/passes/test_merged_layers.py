@@ -250,6 +250,37 @@ def test_an_identity_is_merged_by_what_the_target_and_the_bits_round(images) -> 
     assert identities == {"x86": 2, "one of four bits": 1, "openvino": 0}
 
 
+def test_a_float_layer_takes_in_no_identity(images) -> None:
+    merges = quantize_static(mixers(images), [images], skip=("2",)).origin.merges
+    assert {merge.gone for merge in merges} & {"relu", "conv2d_2"} == {"relu"}
+
+
+class Encoded(nn.Module):
+    """A sum with a depthwise convolution whose mean over positions is what the output reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.around = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1, groups=16)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x):
+        x = F.relu(self.stem(x))
+        return self.head(F.relu(x + self.around(x)).mean((2, 3)))
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_an_identity_that_moves_the_mean_over_positions_stays(monkeypatch, seed: int) -> None:
+    """The error of one rounded weight is the same in all positions; that of rounding the convolution averages out."""
+    torch.manual_seed(seed)
+    model, images, fresh = Encoded().eval(), torch.randn(24, 3, 12, 12), torch.randn(64, 3, 12, 12)
+    apart = quantize_static(model, [images])
+    assert apart.origin.merges == ()
+    monkeypatch.setattr(prepare_graph, "takes_identity", lambda *_: None)
+    merged = quantize_static(model, [images])
+    assert len(merged.origin.merges) == 1
+    assert decibels_left(apart, model, fresh) > decibels_left(merged, model, fresh)
+
+
 def test_a_merged_identity_is_saved_and_loaded(tmp_path, images) -> None:
     model = mixers(images)
     quantized = quantize_static(model, [images])

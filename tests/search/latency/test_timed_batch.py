@@ -62,7 +62,7 @@ def workshop(model: nn.Module, task: ck.Task, out: Path, batch: int) -> Workshop
 
 @pytest.mark.parametrize("batch", [1, 2, 6, 9])
 def test_a_batch_that_the_model_does_not_take_is_refused(batch, tmp_path) -> None:
-    refusal = rf"at_most\(batch={batch}\): Views does not run on a batch of {batch}, and does on the 8 .*; write at_most\(batch=8\)"
+    refusal = rf"at_most\(batch={batch}\): Views does not run on a batch of {batch}, but on the 8 .*; write at_most\(batch=8\)"
     with pytest.raises(ck.SettingError, match=refusal):
         ck.compress(Views(4), views_task(), ck.at_most(latency="2x", batch=batch), out=tmp_path / "s", **QUICK)
     assert not (tmp_path / "s").exists()
