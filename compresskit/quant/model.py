@@ -38,7 +38,7 @@ from compresskit.quant.passes.placement import Placement
 from compresskit.quant.passes.prepare_graph import Origin
 from compresskit.quant.passes.quantizer_names import quantizers_of
 from compresskit.quant.passes.rounding_boundaries import nudge_scales_
-from compresskit.quant.passes.unfold_batchnorm import UnfoldedLayer, conv_bn_layers, fold_conv_bn_, unfold_batchnorm_
+from compresskit.quant.passes.unfold_batchnorm import UnfoldedLayer, conv_bn_layers, fold_conv_bn_, unfold_batchnorm_, units_of
 
 #: Entries of the state dict of a model that is trained: switches of observers and of BatchNorm statistics, ends of ranges.
 OBSERVING, TRACKING, ENDS = "qat_observing", "qat_tracking", "qat_ends"
@@ -300,8 +300,9 @@ class Quantized(QuantizedModule):
         if learned:
             for quantizer in self.activation_quantizers():
                 quantizer.learn_(offset=offsets)
+            units = units_of(self.body)
             for rounding, weight in self.rounded_weights():
-                rounding.learn_(weight)
+                rounding.learn_(weight, unit=units.get(rounding))
 
     def freeze_statistics_(self) -> None:
         """Freeze BatchNorm statistics and stop the observers of activations; learned scales go on learning."""

@@ -101,7 +101,7 @@ def _trained_scale(merging: Merging, node: Node) -> tuple[str, Tensor] | None:
     if node.target is not aten.mul.Tensor:
         return None
     name = next((name for operand in node.args if (name := parameter_name(operand)) is not None), None)
-    return None if name is None else (name, get_tensor(merging.module, name).detach().flatten())
+    return None if name is None else (name, get_tensor(merging.module, name).detach())
 
 
 def _steps_before(merging: Merging, layer: Node) -> tuple[list[Node], ChannelAffine] | None:

@@ -91,7 +91,7 @@ class FoldedBatchNorm(FoldedScales):
         weight, bias = self.entered()
         tensors: dict[str, Tensor | None] = {"weight": weight, "bias": bias}
         gamma, beta, scales = self.tensors["gamma"], self.tensors["beta"], self.scales or Scales()
-        for factor in (scales.outward, None if scales.gain is None else scales.gain[1].double()):
+        for factor in (scales.outward, None if scales.gain is None else scales.gain[1].double().flatten()):
             if factor is not None:
                 gamma = factor if gamma is None else gamma.double() * factor
                 beta = None if beta is None else beta.double() * factor

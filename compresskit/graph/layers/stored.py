@@ -102,8 +102,9 @@ class Scales:
 
         W * inward * outward * gain    and    (b + W summed over its inputs * entering) * outward * gain + leaving
 
-    inward, entering: (inputs,). outward, leaving: (outputs,). gain: name and values of a parameter that trains, (outputs,) or one
-    number. Tensors are float64; None where nothing was merged. groups: of the layer. axis: of the outputs in its weight.
+    inward, entering: (inputs,). outward, leaving: (outputs,). gain: name and values of a parameter that trains, of its own shape
+    and dtype, with a value for each output or one for all. Other tensors are float64; None where nothing was merged.
+    groups: of the layer. axis: of the outputs in its weight.
     """
 
     groups: int = 1
@@ -150,7 +151,7 @@ class Scales:
         outputs, inputs = weight.shape[0], weight.shape[1] * self.groups
         outward, gain = repeated(self.outward, outputs), self.gain
         if gain is not None and gain[1].numel() not in (1, outputs):
-            scale, gain = gain[1].double().repeat_interleave(outputs // gain[1].numel()), None
+            scale, gain = gain[1].double().flatten().repeat_interleave(outputs // gain[1].numel()), None
             outward = scale if outward is None else outward * scale
         return Scales(
             groups=self.groups,

@@ -173,7 +173,7 @@ def alike_rows(model: nn.Module, inputs: Inputs, count: int, dims: RowDims | Non
         if (held := batch_size(inputs, dims)) <= count:
             return inputs
         for least in range(1, 1 + count):  # some take pairs of rows alone, or lose the dimension of a lone one
-            growth = _growth(model, inputs, least, dims)
+            growth = _growth_with_rows(model, inputs, least, dims)
             if growth is not None and growth.is_even(held):
                 return first_rows(inputs, count, dims)
     return inputs
@@ -190,7 +190,7 @@ def timed_rows(model: nn.Module, inputs: Inputs, dims: RowDims | None = None) ->
     with suppress(Exception):  # inputs without rows
         if (held := batch_size(inputs, dims)) <= 1:
             return inputs
-        growth = _growth(model, inputs, 1, dims)
+        growth = _growth_with_rows(model, inputs, 1, dims)
         if growth is not None and growth.is_even(held) and growth.of_samples:
             return first_rows(inputs, 1, dims)
     return inputs
@@ -221,7 +221,7 @@ class _Growth:
         return not bent and (self.of_rows or abs(shared) <= _SMALL_PART * self.macs[0])
 
 
-def _growth(model: nn.Module, inputs: Inputs, least: int, dims: RowDims | None) -> _Growth | None:
+def _growth_with_rows(model: nn.Module, inputs: Inputs, least: int, dims: RowDims | None) -> _Growth | None:
     """See `_Growth`; None where the model does not run on so few rows, as on graphs, of which a part is no graph."""
     with suppress(Exception):
         many = repeated_rows(inputs, 3 * least, dims)

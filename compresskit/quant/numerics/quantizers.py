@@ -228,6 +228,7 @@ class WeightQuantizer(Quantizer):
     min_scale: Tensor
     scale_factor: Tensor
     correction: Tensor | None
+    unit: Tensor | None  # see `learned_scale`
 
     def __init__(self, scheme: Scheme, axis: int, channels: int, packing: PairPacking | None = None) -> None:
         super().__init__()
@@ -235,6 +236,7 @@ class WeightQuantizer(Quantizer):
         self.register_buffer("correction", None)
         for name, value in (("scale", 0.0), ("min_scale", 0.0), ("scale_factor", 1.0)):
             self.register_buffer(name, torch.full((channels,) if scheme.per_channel else (), value, dtype=torch.float32))
+        self.register_buffer("unit", None, persistent=False)
         self.register_parameter("ratio", None)
 
     def pack_(self, packing: PairPacking | None, weight: Tensor) -> None:
@@ -274,7 +276,7 @@ class WeightQuantizer(Quantizer):
     def _chosen(self, scale: Tensor) -> Tensor:
         """The learned or fixed scale, or, where there is none, the given one of the weight."""
         if self.ratio is not None:
-            return learned_scale(self.ratio, self.scale).maximum(self.min_scale) * self.scale_factor
+            return learned_scale(self.ratio, self.scale, self.unit).maximum(self.min_scale) * self.scale_factor
         return torch.where(self.scale > 0, self.scale, scale).maximum(self.min_scale) * self.scale_factor
 
     def _mean_size(self, weight: Tensor) -> Tensor:
@@ -320,8 +322,8 @@ class WeightQuantizer(Quantizer):
         self.scale_factor.fill_(1)
         self.forget_correction_()
 
-    def learn_(self, weight: Tensor, on: bool = True) -> None:
-        """Let the scale be learned (LSQ), or make it a constant again.
+    def learn_(self, weight: Tensor, on: bool = True, *, unit: Tensor | None = None) -> None:
+        """Let the scale be learned (LSQ), or make it a constant again. unit: see `learned_scale`.
 
         The first value is 2 mean|w| / sqrt(largest integer) (Esser et al., arXiv 1902.08153, section 2.1), or the scale of the
         extremes where that is smaller, as it is for 8 bits. Of one bit it is mean|w| (Rastegari et al., arXiv 1603.05279).
@@ -333,7 +335,7 @@ class WeightQuantizer(Quantizer):
             first = 2 * mean / self.scheme.high**0.5
             scale = torch.where(first > 0, torch.minimum(first, scale), scale)
         self.scale.copy_(scale)
-        self.ratio = nn.Parameter(torch.ones_like(self.scale)) if on else None
+        self.ratio, self.unit = nn.Parameter(torch.ones_like(self.scale)) if on else None, unit
         self.scale_factor.fill_(1)
 
     def keep_nonzero_(self, weight: Tensor, mask: Tensor) -> None:

@@ -282,7 +282,7 @@ class _RoundToSign(torch.autograd.Function):
         return passed, (total * ctx.gradient_scale).to(scale.dtype).view_as(scale), None
 
 
-def learned_scale(ratio: Tensor, first: Tensor) -> Tensor:
+def learned_scale(ratio: Tensor, first: Tensor, unit: Tensor | None = None) -> Tensor:
     """A scale that is learned as its ratio to its first value, and is kept above 1/64 of it: ratio * first.
 
     The steps of Adam are as large as its rate, however small the gradient, and a scale of 8 bits is as small as such a step: the
@@ -291,23 +291,26 @@ def learned_scale(ratio: Tensor, first: Tensor) -> Tensor:
 
     Args:
         ratio, first: (channels,) or a scalar, 1 and the scale before the training.
+        unit: of the shape of `first`, positive, what the values are multiplied by before they are rounded: the steps are those
+            of the scale of the values before that, first / unit. None where they are not.
     """
-    return _LearnedScale.apply(ratio, first)  # type: ignore[no-any-return, no-untyped-call]
+    return _LearnedScale.apply(ratio, first, unit)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _LearnedScale(torch.autograd.Function):
     """max(ratio, 1/64) * first, for which torch's own gradient is 0 below: a scale that gets there would never come back."""
 
     @staticmethod
-    def forward(ctx: Any, ratio: Tensor, first: Tensor) -> Tensor:
-        ctx.save_for_backward(ratio < LEARNED_DOWN_TO, first)
+    def forward(ctx: Any, ratio: Tensor, first: Tensor, unit: Tensor | None) -> Tensor:
+        divisor = first.clamp(min=LEAST_UNIT) if unit is None else (first / unit).clamp(min=LEAST_UNIT) / unit
+        ctx.save_for_backward(ratio < LEARNED_DOWN_TO, divisor)
         return first * ratio.clamp(min=LEARNED_DOWN_TO)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        below, first = ctx.saved_tensors
-        grad = grad / first.clamp(min=LEAST_UNIT)
-        return torch.where(below, grad.clamp(max=0), grad), None
+        below, divisor = ctx.saved_tensors
+        grad = grad / divisor
+        return torch.where(below, grad.clamp(max=0), grad), None, None
 
 
 def signs(x: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from compresskit.quant.numerics.scheme import Scheme, affine, fake_quantize
 from compresskit.quant.numerics.targets import Target
 
 MOST_NOISE = 1.25  # of the mean square of the rounding errors, relative to those of the value that the layer reads now: 1 dB
-LEAST_GAIN = 2.0  # of two operators' mean square error by that of one; nearer to 1, what follows decides which is better
+LESS_NOISE = 2.0  # of two operators' mean square error by that of one; nearer to 1, what follows decides which is better
 MOST_OF_MEANS = 8.0  # of the mean square of the error's means over positions, relative to that of two operators
 
 
@@ -87,7 +87,7 @@ def takes_identity(captured: Captured, target: Target, bits: BitWidths, skip: tu
                 rounding = (_range(result) / steps).square() / 12
                 apart, apart_means = apart + rounding, apart_means + rounding / result[0, 0].numel()
             merged, merged_means = _noise_of_rounding(layer, read, weight.to(own), scheme)
-            return bool(merged * LEAST_GAIN <= apart and merged_means <= MOST_OF_MEANS * apart_means)
+            return bool(merged * LESS_NOISE <= apart and merged_means <= MOST_OF_MEANS * apart_means)
 
     return takes
 

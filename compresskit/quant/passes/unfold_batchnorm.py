@@ -104,6 +104,12 @@ class UnfoldedLayer(nn.Module):
             return scaling
         return scaled_inputs(torch.ones_like(weight, dtype=torch.float32), self.inward, self.groups) * scaling
 
+    def unscaled_at(self, body: fx.GraphModule, call: Node) -> Tensor:
+        """The weight of a call in the units of the float model, with nothing but BatchNorm folded in; detached."""
+        weight = self._read(body, call, 1)
+        assert weight is not None
+        return weight
+
     def _read(self, body: fx.GraphModule, call: Node, place: int) -> Tensor | None:
         node = call.args[place] if len(call.args) > place else None
         return None if node is None else get_tensor(body, str(parameter_name(node))).detach()
@@ -215,6 +221,10 @@ class ConvBN(UnfoldedLayer):
     def folded(self, weight: Tensor, bias: Tensor | None, gain: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Weight and bias with everything folded in."""
         return self._with_norm(*self._entered(weight, bias), gain)
+
+    def unscaled_at(self, body: fx.GraphModule, call: Node) -> Tensor:
+        k = torch.rsqrt(self.running_var + self.eps)
+        return self._scaled(super().unscaled_at(body, call), k if self.weight is None else k * self.weight.detach())
 
     def _with_norm(self, weight: Tensor, bias: Tensor | None, gain: Tensor | None) -> tuple[Tensor, Tensor]:
         k, beta = self.factor(gain), self._beta(gain)
@@ -404,12 +414,14 @@ def _fold_weights_(body: fx.GraphModule, layer: UnfoldedLayer, node: Node) -> Te
     name, other = str(parameter_name(node.args[1])), node.meta["bias"]
     values = layer.folded_at(body, node)
     trains = get_tensor(body, name).requires_grad
+    own_bias = None if node.args[2] is None else get_tensor(body, str(parameter_name(node.args[2])))
     if isinstance(layer, ConvBN):
-        trains = layer.weight is None or layer.weight.requires_grad
-    for target, value in zip((name, other), values, strict=True):
+        trains, own_bias = layer.weight is None or layer.weight.requires_grad, layer.bias
+    bias_trains = trains if own_bias is None else own_bias.requires_grad
+    for target, value, requires_grad in zip((name, other), values, (trains, bias_trains), strict=True):
         if value is not None:
             module, leaf = owner(body, target)
-            setattr(module, leaf, nn.Parameter(value.detach(), requires_grad=trains))
+            setattr(module, leaf, nn.Parameter(value.detach(), requires_grad=requires_grad))
     return values[1]
 
 
@@ -434,6 +446,20 @@ def _call_operator_(
 def conv_bn_layers(body: fx.GraphModule) -> list[ConvBN]:
     """All layers of a graph with an unfolded BatchNorm."""
     return [module for module in body.modules() if isinstance(module, ConvBN)]
+
+
+def units_of(body: fx.GraphModule) -> dict[WeightQuantizer, Tensor]:
+    """What scales around a layer multiply its weight by before a quantizer rounds it, of the shape of its scales, on average."""
+    units: dict[WeightQuantizer, Tensor] = {}
+    for node in body.graph.nodes:
+        layer = body.get_submodule(node.target) if node.op == "call_module" else None
+        if isinstance(layer, UnfoldedLayer) and (rounding := layer.rounding_of(node)[0]) is not None:
+            folded, own = (
+                values.float().abs().movedim(rounding.axis, 0).flatten(1).mean(1 if rounding.scheme.per_channel else None)
+                for values in (layer.folded_at(body, node)[0], layer.unscaled_at(body, node))
+            )
+            units[rounding] = torch.where((folded > 0) & (own > 0), folded / own, 1.0)
+    return units
 
 
 def _drop_unread_nodes_(body: fx.GraphModule) -> None:

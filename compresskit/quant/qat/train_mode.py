@@ -54,7 +54,8 @@ class TrainMode:
     """What is in train mode alone.
 
     places: where random numbers are drawn, in the order of the run. on_host: whether some are of Python or numpy.
-    parameters: names of those that the gradient of an output reaches there, but not in eval mode.
+    parameters: names of those that the gradient of an output reaches there, but that of the same output in eval mode does not.
+        None where the outputs are others in eval mode, as those of a detector or of auxiliary heads.
     """
 
     places: tuple[RandomPlace, ...] = ()
@@ -89,13 +90,13 @@ def train_mode_alone(model: nn.Module, example: Inputs, quantized: Quantized) ->
         trained = evaluated = None
         for inputs in _rows_to_try(example):
             with suppress(Exception):
-                evaluated = evaluated or _recorded_run(copied, inputs, training=False)
-                trained = _recorded_run(copied, inputs, training=True)
+                evaluated = _recorded_run(copied, inputs, training=False)
+                trained = _recorded_run(copied, inputs, training=True)  # on the same rows, since shapes are compared
                 break
         if trained is None or evaluated is None:
             return TrainMode()
         known = {(place.module, place.line) for place in evaluated.places}
-        lost = _lost_parameters(trained.reached, evaluated.reached)
+        lost = _reached_alone(trained, evaluated)
         with suppress(Exception):  # experts that these rows do not reach, code that takes no gradient in eval mode
             lost = lost and lost & _lost_parameters(trained.reached, _reached_in_graph(quantized, example))
         return TrainMode(
@@ -116,10 +117,13 @@ def _rows_to_try(example: Inputs) -> Iterator[Inputs]:
 
 @dataclass(frozen=True, kw_only=True)
 class _RecordedRun:
-    """places, on_host: as in `TrainMode`. reached: output -> parameters that its gradient reaches."""
+    """places, on_host: as in `TrainMode`. shapes: of each output, None of what is no tensor. reached: output -> parameters that
+    its gradient reaches.
+    """
 
     places: list[RandomPlace]
     on_host: bool
+    shapes: dict[str, torch.Size | None]
     reached: dict[str, set[str]]
 
 
@@ -128,7 +132,10 @@ def _recorded_run(model: nn.Module, inputs: Inputs, *, training: bool) -> _Recor
     with torch.enable_grad(), mode(model, training=training), recorder:
         output = call(model, copied_tensors(inputs))
     reached = _reached_parameters(output, {id(p): name for name, p in model.named_parameters()})
-    return _RecordedRun(places=recorder.places, on_host=_host_state() != before, reached=reached)
+    on_host = _host_state() != before
+    leaves = pytree.tree_flatten_with_path(output)[0]
+    shapes = {pytree.keystr(path): v.shape if isinstance(v, Tensor) else None for path, v in leaves}
+    return _RecordedRun(places=recorder.places, on_host=on_host, shapes=shapes, reached=reached)
 
 
 def _host_state() -> tuple[Any, ...]:
@@ -194,8 +201,19 @@ def _leaves_behind(function: Any) -> Iterator[int]:
                 pending.append(before)
 
 
+def _reached_alone(trained: _RecordedRun, evaluated: _RecordedRun) -> set[str]:
+    """Parameters that an output reaches in train mode alone.
+
+    Outputs of other places or shapes cannot be compared, nor can one that reaches parameters in eval mode alone: it is another.
+    """
+    if trained.shapes != evaluated.shapes:
+        return set()
+    same = {place: names for place, names in evaluated.reached.items() if names <= trained.reached.get(place, set())}
+    return _lost_parameters(trained.reached, same)
+
+
 def _lost_parameters(there: Mapping[str, set[str]], here: Mapping[str, set[str]]) -> set[str]:
-    """Parameters that an output reaches there but not here; outputs that are not in both, as of auxiliary heads, do not count."""
+    """Parameters that an output reaches there but not here; outputs that are not in both do not count."""
     return {name for place in there if place in here for name in there[place] - here[place]}
 
 

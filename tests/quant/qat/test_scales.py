@@ -49,11 +49,11 @@ def scaled(
     return model.eval()
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor]:
+def gradients(model: nn.Module, x: Tensor = PIXELS) -> dict[str, Tensor]:
     """Gradient of each parameter that has one, by its name in the float model."""
     names = model.float_names() if isinstance(model, ck.quant.Quantized) else {}
     model.train()
-    F.cross_entropy(model(PIXELS), LABELS).backward()
+    F.cross_entropy(model(x), LABELS).backward()
     return {names.get(name, name): p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -88,6 +88,45 @@ def test_weights_and_their_gradients_are_those_of_the_float_model(before, after,
     wanted.pop("conv.bias" if norm else "", None)  # nothing but rounding errors
     for name, gradient in wanted.items():
         torch.testing.assert_close(got[name], gradient, rtol=1e-3, atol=1e-5 * float(gradient.abs().max()))
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("shape", [(), (16, 1, 1), (1, 16, 1, 1)], ids=str)
+def test_a_parameter_that_scales_keeps_its_shape(shape, norm) -> None:
+    model = scaled(norm=norm)
+    model.norm = nn.Sequential(model.norm, Gain(torch.rand(shape) + 0.5))
+    quantized = prepare_qat(model, [(PIXELS,)])
+    assert torch.equal(quantized.state_dict()["body.norm.1.gain"], model.norm[1].gain)
+    quantized.enable_(False)
+    quantized.observe_(False)
+    wanted, got = gradients(copy.deepcopy(model)), gradients(quantized)
+    torch.testing.assert_close(got["norm.1.gain"], wanted["norm.1.gain"], rtol=1e-3, atol=1e-5)
+    quantized.enable_()
+    before = quantized.eval()(PIXELS).detach()
+    quantized.convert_()
+    torch.testing.assert_close(quantized(PIXELS), before, rtol=0, atol=0.02 * float(before.abs().max()))
+
+
+class Gain(nn.Module):
+    """A parameter that multiplies each channel."""
+
+    def __init__(self, gain: Tensor) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(gain)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain
+
+
+@pytest.mark.parametrize("frozen", ["conv.weight", "conv.bias"])
+def test_what_was_frozen_is_frozen_once_it_is_merged(frozen) -> None:
+    model = scaled(BEFORE["mean and std"])
+    model.get_parameter(frozen).requires_grad_(False)
+    quantized = prepare_qat(model, [(PIXELS,)])
+    names = {name for name, parameter in quantized.named_parameters() if not parameter.requires_grad}
+    assert names == {f"body.{frozen}"}
+    quantized.convert_()
+    assert {name for name, parameter in quantized.named_parameters() if not parameter.requires_grad} == names
 
 
 OPTIMIZERS = {
@@ -164,6 +203,16 @@ def test_learned_scales_start_from_the_weights_that_are_rounded(norm) -> None:
     before = quantized(PIXELS).detach()
     quantized.convert_()
     torch.testing.assert_close(quantized(PIXELS), before, rtol=0, atol=0.02 * float(before.abs().max()))
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_the_learned_scale_of_a_weight_trains_as_if_the_inputs_were_scaled_outside(norm) -> None:
+    model, plain = scaled(norm=norm), scaled(norm=norm)
+    plain.before = nn.Identity()
+    inside = gradients(prepare_qat(model, [(PIXELS,)], learned=True))
+    outside = gradients(prepare_qat(plain, [(PIXELS / 255,)], learned=True), PIXELS / 255)
+    got, wanted = inside["conv.weight_scale"], outside["conv.weight_scale"]
+    assert (got - wanted).norm() < 0.05 * wanted.norm()
 
 
 @pytest.mark.parametrize("norm", [False, True])

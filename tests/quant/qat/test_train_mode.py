@@ -47,6 +47,18 @@ class Autoencoder(nn.Module):
         return self.leave(z), mean, width
 
 
+class TwoHeads(nn.Module):
+    """What it returns is a function of the outputs of its heads, and of the mode."""
+
+    def __init__(self, function, width: int = 2) -> None:
+        super().__init__()
+        self.enter, self.classes, self.boxes, self.function = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, width), function
+
+    def forward(self, x: torch.Tensor):
+        h = self.enter(x).relu()
+        return self.function(self.classes(h), self.boxes(h), self.training)
+
+
 class Noisy(nn.Module):
     """The noise on its weights is trained."""
 
@@ -177,6 +189,23 @@ def test_code_that_takes_no_gradient_in_eval_mode_is_not_lost() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         prepare_qat(Quiet().eval(), [X])
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        TwoHeads(lambda c, b, training: (c, b) if training else (b.exp(), c.softmax(-1))),
+        TwoHeads(lambda c, b, training: (c, b) if training else (b.exp(), c.softmax(-1)), width=4),
+        TwoHeads(lambda c, b, training: [c, b] if training else [b]),
+        TwoHeads(lambda c, b, training: {"loss": c.sum() + b.sum(), "y": b} if training else {"loss": b.sum(), "y": b, "c": c}),
+        TwoHeads(lambda c, b, training: {"y": b, "aux": c} if training else {"y": b}),
+    ],
+    ids=["decoded", "decoded, equal shapes", "auxiliary head", "other keys", "fewer keys"],
+)
+def test_outputs_that_are_others_in_eval_mode_are_no_warning(model) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        prepare_qat(model.eval(), [X])
 
 
 @pytest.mark.filterwarnings("ignore:prepare_qat. the running statistics of BatchNorm")
