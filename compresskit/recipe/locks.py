@@ -17,6 +17,7 @@ try:
 except ImportError:  # there is none on Windows, and so no lock
     fcntl = None  # type: ignore[assignment]
 
+HAS_LOCKS = fcntl is not None
 _LOCK_FILES: set[Any] = set()  # that this process has open
 
 

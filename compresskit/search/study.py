@@ -14,7 +14,7 @@ from typing import Any
 
 from compresskit.base.errors import CheckpointError, SettingError
 from compresskit.quant.effort.improve import Effort
-from compresskit.recipe.locks import exclusive
+from compresskit.recipe.locks import HAS_LOCKS, exclusive
 from compresskit.search.candidate import WITHOUT_EFFORT, Candidate, Storage
 from compresskit.search.workers import LOCKS, Worker
 
@@ -241,7 +241,8 @@ def open_study(optuna: Any, out: Path, name: str, worker: Worker, **settings: An
     if (out / JOURNAL).exists() and not worker.others():
         _drop_half_line(out / JOURNAL)
     try:
-        journal = backend.JournalFileBackend(str(out / JOURNAL), lock_obj=_JournalLock(out / LOCKS / WRITING))
+        lock = _JournalLock(out / LOCKS / WRITING) if HAS_LOCKS else None  # None: Optuna's own
+        journal = backend.JournalFileBackend(str(out / JOURNAL), lock_obj=lock)
         storage = optuna.storages.JournalStorage(journal)
         return optuna.create_study(study_name=name, storage=storage, load_if_exists=True, **settings)
     except (AssertionError, KeyError, ValueError) as error:  # what Optuna raises for lines that are missing or damaged

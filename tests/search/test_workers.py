@@ -22,7 +22,7 @@ from compresskit.recipe.locks import is_locked
 from compresskit.search import workers
 from compresskit.search.candidate import Candidate
 from compresskit.search.proxy import Workshop
-from compresskit.search.study import LATER, CandidateStudy
+from compresskit.search.study import LATER, CandidateStudy, _JournalLock
 from compresskit.search.workers import Worker, timing_alone
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no locks")
@@ -163,6 +163,15 @@ def test_trials_are_shared_out(tmp_path) -> None:
         assert (again, taken.number) == (candidate, trial.number)
         theirs.tell(taken, [1.0])
         assert mine.finished() == [Candidate()]
+
+
+def test_who_writes_into_the_journal_keeps_others_out_until_done(tmp_path) -> None:
+    lock = _JournalLock(tmp_path / "journal")
+    for _ in range(2):
+        assert lock.acquire()
+        assert is_locked(tmp_path / "journal")
+        lock.release()
+        assert not is_locked(tmp_path / "journal")
 
 
 def test_a_lock_that_a_killed_process_left_in_a_folder_that_was_moved_holds_up_nothing(tmp_path, monkeypatch) -> None:
