@@ -40,7 +40,8 @@ from compresskit.search.latency.stopwatch import NOISIEST, Stopwatch
 from compresskit.search.latency.timed_batch import check_timed_batch
 from compresskit.search.options import SearchOptions, SearchSettings
 from compresskit.search.outcome import Search, Tried, nearest_budget
-from compresskit.search.proxy import Workshop, held_out
+from compresskit.search.proxy.held_out import held_out
+from compresskit.search.proxy.workshop import Workshop
 from compresskit.search.script.source import as_script
 from compresskit.search.study import import_optuna
 from compresskit.search.workers import Worker

@@ -16,7 +16,7 @@ from compresskit.search.figures import Figures, fraction
 from compresskit.search.latency.latency_filter import LatencyFilter
 from compresskit.search.latency.stopwatch import Stopwatch
 from compresskit.search.outcome import Tried
-from compresskit.search.proxy import Workshop
+from compresskit.search.proxy.workshop import Workshop
 from compresskit.search.study import EFFORTS, LEAST_MACS, STEP_OF_MACS, STEP_OF_RANK, CandidateStudy, first_candidates
 from compresskit.search.workers import PAUSE, Worker
 

@@ -12,7 +12,7 @@ import torch
 from formula import figures_by_formula
 
 import compresskit as ck
-from compresskit.search.proxy import Workshop
+from compresskit.search.proxy.workshop import Workshop
 
 
 @pytest.fixture(autouse=True, scope="module")

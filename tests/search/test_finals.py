@@ -21,7 +21,7 @@ from compresskit.search.figures import Figures
 from compresskit.search.finals.finalists import Finals
 from compresskit.search.latency.stopwatch import Stopwatch
 from compresskit.search.outcome import SEARCH_COLUMNS, Search, Tried
-from compresskit.search.proxy import Workshop
+from compresskit.search.proxy.workshop import Workshop
 from compresskit.search.workers import Worker
 from compresskit.train.callbacks import StepReport
 

@@ -18,7 +18,7 @@ from compresskit.search.finals import minutes, training
 from compresskit.search.finals.finalists import Finals
 from compresskit.search.finals.minutes import StepTimer
 from compresskit.search.outcome import Tried
-from compresskit.search.proxy import Workshop
+from compresskit.search.proxy.workshop import Workshop
 from compresskit.search.workers import Worker
 
 TRAIN = ck.Train(steps=8, optimizer=partial(torch.optim.SGD, lr=0.01))

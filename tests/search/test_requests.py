@@ -26,7 +26,7 @@ from compresskit.search.finals.finalists import Finals
 from compresskit.search.finals.training import with_objective
 from compresskit.search.latency.stopwatch import Stopwatch
 from compresskit.search.outcome import Tried, nearest_budget
-from compresskit.search.proxy import Workshop
+from compresskit.search.proxy.workshop import Workshop
 
 QUICK = {"trials": 2, "finalists": 1, "seconds": 0.02}
 
@@ -198,7 +198,7 @@ def test_other_settings_in_a_folder_are_named(tmp_path, monkeypatch) -> None:
     with pytest.raises(ck.CheckpointError, match=r"another held-out samples \(there: 32, here: 128\) for Sequential"):
         ck.compress(model, task, ck.at_most(bytes="0.9x"), out=tmp_path, **QUICK)
     with monkeypatch.context() as patch:
-        proxy = importlib.import_module("compresskit.search.proxy")
+        proxy = importlib.import_module("compresskit.search.proxy.workshop")
         there = proxy.FOLDER_VERSION
         patch.setattr(proxy, "FOLDER_VERSION", 1)
         with pytest.raises(
@@ -257,7 +257,7 @@ def test_blocks_that_cannot_be_timed_in_integers_are_timed_in_float(images, tmp_
 
     pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), Block(), Block(), *pool).eval()
-    proxy = importlib.import_module("compresskit.search.proxy")
+    proxy = importlib.import_module("compresskit.search.proxy.workshop")
     monkeypatch.setattr(proxy, "quantize_static", refuse)
     monkeypatch.setattr(proxy, "milliseconds", lambda model, example, blocks: {"1": 1e-9, "2": 1e9})  # of which 2 costs much
     shop = Workshop(

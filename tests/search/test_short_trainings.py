@@ -26,7 +26,7 @@ from compresskit.search.finals.finalists import Finals
 from compresskit.search.finals.short_trainings import MOST_SHORT, ShortTrainings, short_training
 from compresskit.search.latency.stopwatch import Stopwatch
 from compresskit.search.outcome import Tried
-from compresskit.search.proxy import Workshop
+from compresskit.search.proxy.workshop import Workshop
 from compresskit.search.workers import Worker
 
 QUICK = {"trials": 4, "finalists": 1, "seconds": 0.02}

@@ -17,7 +17,7 @@ from compresskit.search.candidate import Candidate, Removable
 from compresskit.search.explore import in_float
 from compresskit.search.figures import Figures
 from compresskit.search.outcome import Tried
-from compresskit.search.proxy import Workshop
+from compresskit.search.proxy.workshop import Workshop
 from compresskit.search.script.source import SourceWriter
 
 

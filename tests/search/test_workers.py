@@ -21,7 +21,7 @@ import compresskit as ck
 from compresskit.recipe.locks import is_locked
 from compresskit.search import workers
 from compresskit.search.candidate import Candidate
-from compresskit.search.proxy import Workshop
+from compresskit.search.proxy.workshop import Workshop
 from compresskit.search.study import LATER, CandidateStudy, _JournalLock
 from compresskit.search.workers import Worker, timing_alone
 
@@ -244,7 +244,7 @@ def test_a_machine_of_another_kind_is_refused(tmp_path, monkeypatch) -> None:
     model, task = networks.build(networks.WideChain), networks.images_task(ck)
     settings = {"out": tmp_path / "s", "trials": 1, "finalists": 1, "seconds": 0.02}
     ck.compress(model, task, ck.at_most(latency=1000), **settings)
-    monkeypatch.setattr("compresskit.search.proxy.environment", lambda: {"processor": "an abacus"})
+    monkeypatch.setattr("compresskit.search.proxy.workshop.environment", lambda: {"processor": "an abacus"})
     with pytest.raises(ck.SettingError, match="are of the processor .*, this machine has an abacus; use machines of one kind"):
         ck.compress(model, task, ck.at_most(latency=1000), **settings)
     ck.compress(model, task, ck.at_most(bytes="0.9x"), **settings)

@@ -27,7 +27,7 @@ from compresskit.search.figures import Figures
 from compresskit.search.finals.minutes import StepTimer, timer_of, trained_for
 from compresskit.search.latency.stopwatch import Stopwatch
 from compresskit.search.outcome import Tried
-from compresskit.search.proxy import NAME_DIGITS, Workshop
+from compresskit.search.proxy.workshop import NAME_DIGITS, Workshop
 from compresskit.search.study import OVER, TURN, WORKER, halving, import_optuna, open_study
 from compresskit.search.workers import PAUSE, Worker
 from compresskit.train.callbacks import OnStep, StepReport

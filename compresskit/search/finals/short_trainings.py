@@ -23,7 +23,7 @@ from compresskit.search.figures import Figures
 from compresskit.search.finals.finalists import Finals
 from compresskit.search.finals.minutes import StepTimer
 from compresskit.search.outcome import Tried
-from compresskit.search.proxy import NAME_DIGITS, Workshop
+from compresskit.search.proxy.workshop import NAME_DIGITS, Workshop
 from compresskit.train.callbacks import as_callbacks
 from compresskit.train.train import Train
 

@@ -29,7 +29,7 @@ from compresskit.search.candidate import Candidate, Removable
 from compresskit.search.ceilings import Ceiling
 from compresskit.search.finals.finalists import RUNGS
 from compresskit.search.finals.short_trainings import most_steps
-from compresskit.search.proxy import NAME_DIGITS, SKETCH_SAMPLES, Workshop, with_reference
+from compresskit.search.proxy.workshop import NAME_DIGITS, SKETCH_SAMPLES, Workshop, with_reference
 from compresskit.search.study import STEP_OF_RANK, first_candidates
 from compresskit.train.callbacks import StepReport
 from compresskit.train.train import Train

@@ -15,7 +15,7 @@ from compresskit.base.errors import CompressError
 from compresskit.search.candidate import Candidate, Removable
 from compresskit.search.latency.latency_model import LatencyModel, PredictionError
 from compresskit.search.latency.operators import MeasuredFile, Operator, measure_operators, read_measured, read_operators
-from compresskit.search.proxy import DENSE, Workshop
+from compresskit.search.proxy.workshop import DENSE, Workshop
 from compresskit.search.workers import timing_alone
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,8 @@ import logging
 
 from compresskit.base.errors import SettingError
 from compresskit.base.task import batch_size, shapes_of
-from compresskit.search.proxy import Workshop, has_rows
+from compresskit.search.proxy.held_out import has_rows
+from compresskit.search.proxy.workshop import Workshop
 
 log = logging.getLogger(__name__)
 

@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
-from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, TypeGuard, TypeVar
+from typing import Any, Literal, TypeVar
 
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch import nn
 
 from compresskit.base.budget import keep
 from compresskit.base.errors import CheckpointError, CompressError, DataError, SettingError
 from compresskit.base.files import read_json, write_json
 from compresskit.base.fingerprint import describe, describe_by_value, describe_task, short_hash
-from compresskit.base.inputs import calibration_inputs, some_batches
+from compresskit.base.inputs import calibration_inputs
 from compresskit.base.progress import announce
 from compresskit.base.randomness import seed_generators_
 from compresskit.base.stage import Stage
-from compresskit.base.task import Inputs, RowDims, Task, batch_size, first_rows, repeated_rows, rows_that_run
+from compresskit.base.task import Inputs, RowDims, Task, batch_size, repeated_rows, rows_that_run
 from compresskit.export.check.environment import environment
 from compresskit.export.onnx import export_onnx
 from compresskit.graph.capture import Dynamic
@@ -53,6 +49,8 @@ from compresskit.recipe.measure_stage import measure_stage
 from compresskit.search.candidate import DYNAMIC_SHARE, OF_DYNAMIC, TABLE_SHARE, Candidate, Removable, Storage, share_in
 from compresskit.search.figures import Figures, read_figures
 from compresskit.search.latency.stopwatch import Stopwatch, start_stopwatch
+from compresskit.search.proxy.beginnings import Beginnings
+from compresskit.search.proxy.held_out import HeldOut
 from compresskit.search.study import STEP_OF_RANK
 from compresskit.search.workers import LOCKS, timing_alone
 from compresskit.train.batchnorm import reestimate_batchnorm_
@@ -70,7 +68,6 @@ NAME_DIGITS = 8  # of a hash of settings in the name of a file or folder
 BRIEFLY: dict[str, Any] = {"importance": influence, "cost": parameters, "samples": 1}
 SCORED_SAMPLES = 64  # that the importance of blocks and of activations reads
 LEAST_SAVED_TIME = 0.01  # of the uncompressed file's time, below which it is not worth while to merge some convolutions
-EXAMPLE_ROWS = 8  # of the inputs that a candidate's stages take as an example; a finalist's take the whole first batch
 COMPARED_SAMPLES = 64  # that the file of a candidate is compared with its model on first; a finalist's is on all
 SKETCH_SAMPLES = 16  # that the stages of a sketch read
 
@@ -91,6 +88,7 @@ class Workshop:
         seed: of the stages.
         target: runtime of quantized files.
         dynamic: dimensions of the inputs that may vary in the files.
+        beginnings: what the first stages of candidates made, in this process.
     """
 
     model: nn.Module
@@ -106,6 +104,7 @@ class Workshop:
     dynamic: Dynamic = (0,)
     saves: Literal["latency", "bytes"] = "latency"
     trains: bool = False
+    beginnings: Beginnings = field(init=False, default_factory=Beginnings, repr=False, compare=False)
 
     def prepare(self) -> None:
         """Claim the folder. Raises CheckpointError where it belongs to another model, task, version or setting."""
@@ -339,23 +338,43 @@ class Workshop:
         return replace(figures, latency=milliseconds_now, seconds=time.perf_counter() - begin)
 
     def compressed(
-        self, candidate: Candidate, order: Removable, samples: int, train: Train | None = None, *, refit: bool = True
+        self, candidate: Candidate, order: Removable, samples: int, train: Train | None = None
     ) -> tuple[nn.Module, tuple[Stage, ...]]:
         """The model of a candidate, and the stages that made it.
 
         train: of its stages, all in all, which looks at the held-out data if at any; None trains nothing. What is to be trained
             later is placed as it will be then, and gets no other effort before.
-        refit: whether layers that lost channels or blocks are fitted again, which changes values alone.
         """
+        stages = self._brief_stages(candidate, order, samples, train)
+        return self._run(stages, candidate, begun=self.beginnings.of(stages)), stages
+
+    def sketched(self, candidate: Candidate, order: Removable) -> nn.Module:
+        """A model with the candidate's layers, whose values come from a few samples. Raises the errors of its stages."""
+        whole = self._brief_stages(candidate, order, self.samples)
+        stages = tuple(
+            replace(stage, reconstruct=False) if isinstance(stage, Prune | Depth) else stage  # which changes values alone
+            for stage in self._brief_stages(candidate, order, min(self.samples, SKETCH_SAMPLES))
+        )
+        begun = max(self.beginnings.of(whole), self.beginnings.of(stages), key=lambda found: 0 if found is None else found[1])
+        return self._run(stages, candidate, begun)
+
+    def _brief_stages(
+        self, candidate: Candidate, order: Removable, samples: int, train: Train | None = None
+    ) -> tuple[Stage, ...]:
+        """The stages of a candidate, whose plans are read by nobody."""
         stages = self.stages(candidate, order, samples=samples, train=train, to_train=self.trains)
-        stages = tuple(replace(s, **BRIEFLY) if isinstance(s, Depth) else s for s in stages)
-        stages = stages if refit else tuple(replace(s, reconstruct=False) if isinstance(s, Prune | Depth) else s for s in stages)
-        model, task = copy_model(self.model), with_reference(self.held, self.model)
+        return tuple(replace(stage, **BRIEFLY) if isinstance(stage, Depth) else stage for stage in stages)
+
+    def _run(self, stages: tuple[Stage, ...], candidate: Candidate, begun: tuple[nn.Module, int] | None) -> nn.Module:
+        """The model that the stages of a candidate make. begun: what the first ones made, and how many those are."""
+        model, done = begun or (copy_model(self.model), 0)
+        task = with_reference(self.held, self.model)
         with timing_alone() if candidate.effort != "fast" else nullcontext():  # it may time placements
-            for i, stage in enumerate(stages):
+            for i, stage in enumerate(stages[done:], done):
                 seed_generators_(self.seed + i, self.task.train, self.task.calibration)
                 model = run_stage(stage, model, task)
-        return model, stages
+                self.beginnings.keep(stages[: i + 1], model)
+        return model
 
     def stages(
         self,
@@ -380,10 +399,6 @@ class Workshop:
             depthwise=any(isinstance(m, nn.Conv2d) and m.groups == m.in_channels > 1 for m in self.model.modules()),
             dynamic=self.dynamic,
         )
-
-    def sketched(self, candidate: Candidate, order: Removable) -> nn.Module:
-        """A model with the candidate's layers, whose values come from a few samples. Raises the errors of its stages."""
-        return self.compressed(candidate, order, min(self.samples, SKETCH_SAMPLES), refit=False)[0]
 
     def sketch(self, candidate: Candidate, order: Removable, read: Callable[[Path], Read]) -> Read:
         """What `read` says of a file with the candidate's layers, as `sketched` makes them; it is not checked.
@@ -419,82 +434,3 @@ class Workshop:
 def with_reference(task: Task, model: nn.Module) -> Task:
     """The task with the model to imitate, as a Recipe sets it."""
     return task if task.reference is not None else replace(task, reference=frozen_copy(model).to(task.device))
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class HeldOut(Task):
-    """A part of the validation data, with the example of all of them, since batches may differ in length.
-
-    whole: inputs of the first batch, of shuffled data the first held-out one. few: its first rows, which stages run many times.
-    """
-
-    whole: Inputs
-    few: Inputs
-
-    def example(self) -> Inputs:
-        return self.few
-
-
-def held_out(task: Task, samples: int, dynamic: Dynamic, model: nn.Module | None = None) -> Task:
-    """The task with about so many validation samples, in whole batches that are spread over all of them.
-
-    dynamic: dimensions that may vary in the files. model: whose example has fewer rows than a batch, where it runs on them.
-    """
-    loader = task.batches("val")
-    first, shuffled = next(iter(loader), None), isinstance(loader, DataLoader) and isinstance(loader.sampler, RandomSampler)
-    val = list(_spread_batches(task, samples, first, shuffled=shuffled))
-    if type(task) is not Task:  # a class of the user's has its own methods
-        return replace(task, val=val)
-    whole = few = task.inputs(val[0] if shuffled else first)
-    if not isinstance(dynamic, Mapping) and 0 in dynamic and has_rows(whole):
-        few = first_rows(whole, EXAMPLE_ROWS)
-        few = few if model is None else rows_that_run(partial(run_once, model), few, whole)
-    return HeldOut(**{each.name: getattr(task, each.name) for each in fields(task)} | {"val": val, "whole": whole, "few": few})
-
-
-def has_rows(inputs: Inputs) -> bool:
-    """Whether all inputs have one row a sample; of a graph, nodes and edges are not as many."""
-    return len({len(value) for value in pytree.tree_leaves(inputs) if isinstance(value, Tensor) and value.ndim}) == 1
-
-
-def _spread_batches(task: Task, samples: int, first: Any, *, shuffled: bool) -> Iterable[Any]:
-    """Whole validation batches of about so many samples, the same in every call: the first ones may be all of one class.
-
-    Of a list every so-many-th batch, and so of a loader that reads one after another; of the data of a DataLoader, shuffled or
-    not, every so-many-th sample, which costs no more than its first batches. One that draws a part of them gives its first.
-    """
-    loader, count = task.batches("val"), task.length("val")
-    wanted = math.ceil(samples / max(1, batch_size(task.inputs(first))))
-    if _reads_any_sample(loader) and (shuffled or wanted < count):
-        return _every_so_many_th(loader, wanted * (loader.batch_size or 1))
-    if wanted >= count or shuffled:
-        return some_batches(task, "val", samples, "hold out")
-    places = [i * count // wanted for i in range(wanted)]
-    if isinstance(loader, list | tuple):
-        return [loader[place] for place in places]
-    return (batch for i, batch in enumerate(islice(loader, places[-1] + 1)) if i in places)
-
-
-def _reads_any_sample(loader: Iterable[Any]) -> TypeGuard[DataLoader[Any]]:
-    """Whether a loader is one of torch's own whose samples are all of its data, in order or shuffled, so that any can be read."""
-    if not isinstance(loader, DataLoader) or type(loader) is not DataLoader or loader.batch_size is None:
-        return False  # without a size it has a batch_sampler of the user's
-    sampler: Any = loader.sampler
-    if type(sampler) is RandomSampler and (sampler.replacement or len(sampler) != len(sampler.data_source)):
-        return False
-    return type(sampler) in (SequentialSampler, RandomSampler) and type(loader.batch_sampler) is BatchSampler
-
-
-def _every_so_many_th(loader: DataLoader[Any], samples: int) -> DataLoader[Any]:
-    """The loader with so many samples of its data, at equal distances, in batches of the same size; all where it has no more."""
-    size, sampler = loader.batch_size or 1, loader.sampler
-    assert isinstance(sampler, SequentialSampler | RandomSampler)
-    held = len(loader) * size if loader.drop_last else len(sampler)
-    samples = min(samples, held)
-    chosen = [i * held // samples for i in range(samples)]
-    same = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor")
-    return DataLoader(
-        loader.dataset,
-        batch_sampler=[chosen[i : i + size] for i in range(0, samples, size)],
-        **{name: getattr(loader, name) for name in same},
-    )

@@ -12,7 +12,8 @@ import compresskit as ck
 from compresskit.search.candidate import Candidate, Removable
 from compresskit.search.figures import Figures
 from compresskit.search.latency.latency_filter import LEAST_MARGIN, MEASURED_OPERATORS, LatencyFilter
-from compresskit.search.proxy import Workshop, held_out
+from compresskit.search.proxy.held_out import held_out
+from compresskit.search.proxy.workshop import Workshop
 
 
 def half_is_slow(self, candidate, fast_enough):

@@ -10,7 +10,8 @@ from torch import nn
 
 import compresskit as ck
 from compresskit.search.latency.timed_batch import check_timed_batch
-from compresskit.search.proxy import Workshop, held_out
+from compresskit.search.proxy.held_out import held_out
+from compresskit.search.proxy.workshop import Workshop
 
 QUICK = {"trials": 1, "finalists": 1, "seconds": 0.02}
 

@@ -1,0 +1,1 @@
+"""Proxies: candidates are made without training, and judged by a part of the validation data."""
