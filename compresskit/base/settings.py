@@ -1,4 +1,4 @@
-"""Check settings: that the fields of a dataclass hold values of their types, and single ones by what they are for."""
+"""Check settings: that the fields of a dataclass hold values of their types, and single ones by what they are for or name."""
 
 from __future__ import annotations
 
@@ -50,6 +50,11 @@ def check_field_types(settings: Any, where: str = "") -> None:
         value, annotation = getattr(settings, field.name), types.get(field.name)
         if (expected := _mismatch_with(annotation, as_python(value) if where else value)) is not None:
             raise SettingError(f"{where or type(settings).__name__}({field.name}=...): wanted {expected}, got {value!r}")
+
+
+def stands_in(path: str, names: Iterable[str]) -> bool:
+    """Whether what has a dotted name is one of the modules, layers or tensors that a setting names, or stands in one of them."""
+    return any(f"{path}.".startswith(f"{name}.") for name in names)
 
 
 def check_whole_number(value: Any, where: str, least: int = 1) -> None:

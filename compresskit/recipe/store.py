@@ -27,6 +27,7 @@ from compresskit.base.files import (
     write_json,
     write_tensors,
 )
+from compresskit.base.settings import stands_in
 from compresskit.graph.masks import MASK_PREFIX, Masks, attach_masks_, detach_masks_, masks_of
 from compresskit.graph.surgery import check_is_module, check_not_lazy, copy_model, owner, restructure_, set_tensor_, structure
 from compresskit.quant.model import Quantized
@@ -229,7 +230,7 @@ def _rebuilt(model: nn.Module, saved: dict[str, Any], where: Path) -> nn.Module:
 
 def _outside(named: dict[str, Any], parts: Collection[str]) -> dict[str, Any]:
     """What has a dotted name that is in none of some parts of a model."""
-    return {name: value for name, value in named.items() if not any(f"{name}.".startswith(f"{part}.") for part in parts)}
+    return {name: value for name, value in named.items() if not stands_in(name, parts)}
 
 
 def _restructure_outside_(model: nn.Module, record: dict[str, Any], parts: Collection[str]) -> None:

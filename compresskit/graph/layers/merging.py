@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
+from compresskit.base.settings import stands_in
 from compresskit.graph.capture import module_path, parameter_name
 from compresskit.graph.layers.channel_affine import ChannelAffine, constant_nodes
 from compresskit.graph.layers.fold_batchnorm import FoldedBatchNorm, FoldedScales
@@ -171,7 +172,7 @@ class Merging:
 
 def _covering(node: Node, names: Iterable[str]) -> set[str]:
     path = module_path(node)
-    return {name for name in names if name in (node.name, path) or path.startswith(f"{name}.")}
+    return {name for name in names if name == node.name or stands_in(path, [name])}
 
 
 def is_stored_layer(module: fx.GraphModule, node: Node) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from compresskit.base.settings import stands_in
 from compresskit.graph.capture import module_path
 from compresskit.graph.normalize import Node
 
@@ -69,7 +70,7 @@ def _is_operator(node: Node) -> bool:
 def _is_inside(node: Node, paths: Collection[str], tensors: Collection[str]) -> bool:
     """Whether an operator belongs to one of the modules by its path, or by what it reads, rounded or not."""
     path = module_path(node)
-    if any(path == name or path.startswith(f"{name}.") or not name for name in paths):
+    if "" in paths or stands_in(path, paths):
         return True
     read = [*node.all_input_nodes, *(n for given in node.all_input_nodes if _rounds_stored(given) for n in given.all_input_nodes)]
     return not _rounds_stored(node) and any(given.op == "get_attr" and given.target in tensors for given in read)

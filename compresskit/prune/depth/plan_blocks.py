@@ -12,6 +12,7 @@ from compresskit.base.budget import Budget, Quantity, check_budget, takes_budget
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.inputs import AnyInputs, as_inputs, calibration_inputs
 from compresskit.base.progress import progress_bar
+from compresskit.base.settings import stands_in
 from compresskit.base.task import Inputs, Task
 from compresskit.graph.surgery import frozen_copy
 from compresskit.measure import count_macs, count_parameters
@@ -228,7 +229,7 @@ class _Planner:
 
     def _next(self, removed: tuple[str, ...]) -> str | None:
         """The block with the lowest importance for its cost; None where none is left."""
-        left = [p for p in self.found.removable if not any(f"{p}.".startswith(f"{done}.") for done in removed)]
+        left = [p for p in self.found.removable if not stands_in(p, removed)]
         if not left:
             return None
         best, importance = self._ranked(removed, left)[0]

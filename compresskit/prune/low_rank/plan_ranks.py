@@ -17,6 +17,7 @@ from compresskit.base.budget import Budget, Quantity, check_budget, takes_budget
 from compresskit.base.errors import CheckpointError, DataError, ModelError, SettingError, named_first_line
 from compresskit.base.files import sealed, unsealed
 from compresskit.base.inputs import AnyInputs, as_inputs, call_checked, each_inputs
+from compresskit.base.settings import stands_in
 from compresskit.base.task import Inputs, batch_size, call
 from compresskit.graph.masks import masks_of
 from compresskit.graph.replacements import Factored, most_cp_rank, replace_module_
@@ -322,7 +323,7 @@ def _has_matrices(module: nn.Module) -> bool:
 
 def _why_whole(name: str, module: FactorableLayer, ignore: tuple[str, ...]) -> str | None:
     """Why a layer cannot be factored, judging by itself; None where it can."""
-    if any(name == other or name.startswith(f"{other}.") for other in ignore):
+    if stands_in(name, ignore):
         return "ignore="
     if parametrize.is_parametrized(module):
         return f"it is a {type(module).__name__}, which has a parametrization; parametrize.remove_parametrizations makes it plain"

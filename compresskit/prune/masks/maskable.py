@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from torch import nn
 
 from compresskit.base.errors import ModelError, SettingError
+from compresskit.base.settings import stands_in
 from compresskit.graph.surgery import check_no_torch_masks, owner
 from compresskit.prune.patterns import NM, Block, Pattern
 
@@ -82,7 +83,7 @@ def unmasked_weights(model: nn.Module, masked: Collection[str]) -> int:
 
 def is_inside(name: str, names: tuple[str, ...]) -> bool:
     """Whether a tensor is one of the names, or in a module of such a name; the empty name is the whole model."""
-    return any(name == n or not n or name.startswith(f"{n}.") for n in names)
+    return "" in names or stands_in(name, names)
 
 
 def fitting(

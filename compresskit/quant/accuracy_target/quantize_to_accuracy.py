@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.inputs import Batches, first_and_all, not_finite_error
 from compresskit.base.progress import progress_bar
+from compresskit.base.settings import stands_in
 from compresskit.base.task import Inputs, call, first_rows, rows_that_run
 from compresskit.export import export_onnx
 from compresskit.graph.capture import Captured, Dynamic, module_path
@@ -203,7 +204,7 @@ class _PrecisionSearch:
         self.products: dict[str, Node] = {}
         for node in captured.module.graph.nodes:
             path = module_path(node)
-            if (weight := weight_of(node)) is None or any(path == s or path.startswith(f"{s}.") for s in skip):
+            if (weight := weight_of(node)) is None or stands_in(path, skip):
                 continue
             readers = [n for n in captured.module.graph.nodes if n.op == "get_attr" and n.target == weight[0]]
             if sum(len(n.users) for n in readers) == 1 and bool(get_tensor(captured.module, weight[0]).any()):

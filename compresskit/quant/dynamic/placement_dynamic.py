@@ -21,6 +21,7 @@ from typing import Any
 from torch import fx
 
 from compresskit.base.errors import SettingError
+from compresskit.base.settings import stands_in
 from compresskit.graph.capture import module_path, parameter_name
 from compresskit.graph.layers.stored import CONVS
 from compresskit.graph.normalize import Node, aten
@@ -132,7 +133,7 @@ def place_dynamic(
     if unknown := sorted(set(operators) - set(DYNAMIC_KINDS.values())):
         raise SettingError(f"operators={unknown}: dynamic quantization knows {sorted(set(DYNAMIC_KINDS.values()))}")
     paths = {module_path(node) for node in module.graph.nodes}
-    if unknown := [s for s in skip if not any(path == s or path.startswith(f"{s}.") for path in paths)]:
+    if unknown := [s for s in skip if not any(stands_in(path, [s]) for path in paths)]:
         raise SettingError(f"skip={unknown}: no operator of the model stands in a module of that name")
     integer: dict[str, str] = {}
     decoded: dict[str, str] = {}
@@ -181,7 +182,7 @@ def _reason_for_float(
 ) -> str | None:
     """Why an operator stays float, or None."""
     path = module_path(node)
-    if any(path == s or path.startswith(f"{s}.") for s in skip):
+    if stands_in(path, skip):
         return "skipped by the user"
     if node.name in floating:
         return floating[node.name]

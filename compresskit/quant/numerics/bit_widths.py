@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from compresskit.base.errors import SettingError
-from compresskit.base.settings import as_python, check_field_types
+from compresskit.base.settings import as_python, check_field_types, stands_in
 from compresskit.quant.numerics.targets import Target
 
 
@@ -63,7 +63,7 @@ def bits_of_layer(bits: BitWidths, path: str) -> Bits:
         return bits
     found = Bits()
     for name in sorted(bits, key=len):
-        if name == "" or path == name or path.startswith(f"{name}."):
+        if name == "" or stands_in(path, [name]):
             given = {key: value for key, value in asdict(bits[name]).items() if value is not None}
             found = replace(found, **given)
     return found
@@ -78,7 +78,7 @@ def check_bit_names(bits: BitWidths, paths: Iterable[str]) -> None:
     """Raise SettingError for a name in `bits` that no layer lies in. paths: dotted names of the layers with weights."""
     layers = sorted(set(paths))
     for name in () if isinstance(bits, Bits) else bits:
-        if name and not any(path == name or path.startswith(f"{name}.") for path in layers):
+        if name and not any(stands_in(path, [name]) for path in layers):
             raise SettingError(
                 f"bits={{{name!r}: ...}}: no layer with weights stands in a module of that name; the layers are {layers}"
             )

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from compresskit.base.distributed import on_rank_zero
+from compresskit.base.settings import stands_in
 from compresskit.graph.capture import Captured, module_path
 from compresskit.graph.interpreter import run_graph
 from compresskit.graph.layers.channel_affine import ChannelAffine
@@ -69,7 +70,7 @@ def takes_identity(captured: Captured, target: Target, bits: BitWidths, skip: tu
 
     def takes(layer: Node, weight: Tensor) -> bool:
         path = module_path(layer)
-        skipped = any(name in (layer.name, path) or path.startswith(f"{name}.") for name in skip)
+        skipped = layer.name in skip or stands_in(path, skip)
         if skipped or not per_channel or add is None or weight.ndim < 3 or weight.shape[1] > 1:
             return False
         return on_rank_zero(partial(compare, layer, weight))

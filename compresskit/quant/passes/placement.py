@@ -19,6 +19,7 @@ from typing import Any
 from torch import fx
 
 from compresskit.base.errors import SettingError
+from compresskit.base.settings import stands_in
 from compresskit.graph.capture import module_path, parameter_name
 from compresskit.graph.interpreter import read_count
 from compresskit.graph.normalize import Node, aten
@@ -133,7 +134,7 @@ def place_quantizers(
     """
     paths = {module_path(node) for node in graph.nodes}
     values = {node.name for node in graph.nodes if node.op in ("placeholder", "call_function")}
-    if unknown := [s for s in skip if s not in values and not any(path == s or path.startswith(f"{s}.") for path in paths)]:
+    if unknown := [s for s in skip if s not in values and not any(stands_in(path, [s]) for path in paths)]:
         inputs = [node.name for node in graph.nodes if node.op == "placeholder"]
         raise SettingError(
             f"skip={unknown}: no operator of the model stands in a module of that name, and no value is called so;"
@@ -159,7 +160,7 @@ class _Placer:
         self.group: dict[Node, Node] = {}  # union-find over rounded values
         self.anchored: set[Node] = set()
         paths = {module_path(node) for node in graph.nodes}
-        modules = {s for s in skip if any(path == s or path.startswith(f"{s}.") for path in paths)}
+        modules = {s for s in skip if any(stands_in(path, [s]) for path in paths)}
         self.unrounded = {node for node in graph.nodes if node.name in skip and node.name not in modules}
         self.read_in_integers = self._read_in_integers()
 
@@ -222,7 +223,7 @@ class _Placer:
 
     def _reason_to_stay_float(self, node: Node, kind: str) -> str | None:
         path = module_path(node)
-        if node in self.unrounded or any(path == s or path.startswith(f"{s}.") for s in self.skip):
+        if node in self.unrounded or stands_in(path, self.skip):
             return "skipped by the user"
         if node.name in self.kept and not self._may_saturate(node):
             return self.kept[node.name]

@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize
 
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.progress import progress_bar
+from compresskit.base.settings import stands_in
 from compresskit.base.task import Inputs, call
 from compresskit.graph.replacements import Signed
 from compresskit.graph.surgery import mode
@@ -35,7 +36,7 @@ def layers_to_replace(model: nn.Module, layers: Sequence[str], skip: tuple[str, 
     modules = dict(model.named_modules())
     order = [name.removesuffix(".layer") if isinstance(modules[name.rpartition(".")[0]], Signed) else name for name in layers]
     stays = skip if ends else (*skip, *order[:1], *order[-1:])
-    chosen = [name for name in order if not any(name == s or name.startswith(f"{s}.") for s in stays)]
+    chosen = [name for name in order if not stands_in(name, stays)]
     if not chosen:
         raise ModelError(
             f"{type(model).__name__}: no linear layer or convolution is left to replace; {order} run on these batches, of which"

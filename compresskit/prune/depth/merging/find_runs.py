@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 from torch.nn.utils import parametrize
 
+from compresskit.base.settings import stands_in
 from compresskit.base.task import Inputs
 from compresskit.graph.capture import Captured, capture_or_fix_batch, module_path, parameter_name
 from compresskit.graph.layers.merging import positions
@@ -236,7 +237,7 @@ class _Finder:
         return f"{path}.{tied[0]} is tied to another parameter" if tied else ""
 
     def _ignored(self, path: str) -> str:
-        return "ignore=" if any(f"{path}.".startswith(f"{name}.") for name in self.ignore) else ""
+        return "ignore=" if stands_in(path, self.ignore) else ""
 
     def _hooks(self, paths: list[str], last: str) -> str:
         """Where a hook would see something else: on the modules of a run, or around some of them."""
