@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -132,6 +132,41 @@ def samplers_of(loader: Any) -> list[Any]:
     return [*samplers, loader.batch_sampler] if isinstance(loader, HasBatchSampler) else samplers
 
 
+def loader_length(loader: Any, *, about: bool = False) -> int | None:
+    """Return the number of batches that a loader has; None where it is not known, nor with `about` can be guessed."""
+    if not about and _guesses_length(loader):
+        return None
+    with suppress(TypeError):  # a DataLoader of an IterableDataset without a length
+        return len(loader) if isinstance(loader, Sized) else None
+    return None
+
+
+def why_no_length(loader: Any) -> str:
+    """Why `loader_length` is None."""
+    if not _guesses_length(loader):
+        return f"{type(loader).__name__} has no length"
+    return (
+        f"{type(loader).__name__} guesses {len(loader)}, but each of its {loader.num_workers} workers may end in a smaller batch,"
+        " or drop it"
+    )
+
+
+def _guesses_length(loader: Any) -> bool:
+    """Whether several workers of a loader share a data set without numbered samples, and each ends in a batch of its own.
+
+    Its length is known where the data set makes the batches, or the samples, shared evenly, are whole batches of all workers.
+    """
+    data = torch.utils.data
+    if not isinstance(loader, data.DataLoader) or not isinstance(loader.dataset, data.IterableDataset):
+        return False
+    size, workers = loader.batch_size or 1, loader.num_workers
+    if size == 1 or workers < 2 or not isinstance(loader.dataset, Sized):
+        return False
+    with suppress(TypeError):  # a __len__ that knows none
+        return len(loader.dataset) % (size * workers) != 0
+    return False
+
+
 def shards_samples(loader: Any) -> bool:
     """Whether a loader gives every process samples of its own, by a DistributedSampler."""
     samplers = samplers_of(loader)
@@ -203,8 +238,13 @@ def _naming_lost_processes() -> Iterator[None]:
         ) from error
 
 
+def _at_least_fp32(value: Tensor) -> Tensor:
+    """A tensor in fp32; one in float64 as it is."""
+    return value if value.dtype is torch.float64 else value.float()
+
+
 def all_reduce_mean_(tensors: Sequence[Tensor], flags: Sequence[float] = ()) -> list[float]:
-    """Average tensors over the processes, in place and in fp32, with one all-reduce.
+    """Average tensors over the processes, in place and in fp32, or float64 where one of them is, with one all-reduce.
 
     Args:
         tensors: of the same shapes in every process.
@@ -219,7 +259,7 @@ def all_reduce_mean_(tensors: Sequence[Tensor], flags: Sequence[float] = ()) -> 
     if world_size() == 1:
         return list(flags)
     device = tensors[0].device if tensors else torch.device("cpu")
-    sent = torch.cat([torch.tensor(list(flags), device=device), *(t.detach().float().reshape(-1) for t in tensors)])
+    sent = torch.cat([torch.tensor(list(flags), device=device), *(_at_least_fp32(t.detach()).reshape(-1) for t in tensors)])
     with _naming_lost_processes():
         dist.all_reduce(sent)
     summed = sent[: len(flags)].tolist()
@@ -254,7 +294,7 @@ class _SyncBatchNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         # Ten times as fast as var_mean, whose reduction over the outer dimensions is not vectorised on CPUs.
-        mean, variance = (value.float() for value in torch.batch_norm_update_stats(x, None, None, 0.0))
+        mean, variance = (_at_least_fp32(value) for value in torch.batch_norm_update_stats(x, None, None, 0.0))
         rows = mean.new_full((1,), x.numel() / x.shape[1])
         sent = torch.cat([mean, variance, rows])
         parts = [torch.empty_like(sent) for _ in range(world_size())]
@@ -275,13 +315,13 @@ class _SyncBatchNorm(torch.autograd.Function):
         through, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
             grads[0].contiguous(), x, weight, mean, variance, None, None, False, ctx.eps, [True, True, True]
         )
-        both = torch.cat([of_weight.float(), of_bias.float()])
+        both = torch.cat([_at_least_fp32(of_weight), _at_least_fp32(of_bias)])
         dist.all_reduce(both)
         summed, shift = (both / ctx.count).chunk(2)
         scale = torch.rsqrt(variance + ctx.eps)
         # Less what goes through the statistics: w s (mean(dy) + x' mean(dy x')), a line in x for each channel.
-        slope = weight.float() * scale.square() * summed
-        offset = weight.float() * scale * shift - slope * mean
+        slope = _at_least_fp32(weight) * scale.square() * summed
+        offset = _at_least_fp32(weight) * scale * shift - slope * mean
         shape = [1, -1, *[1] * (x.ndim - 2)]
         through = through - offset.view(shape).to(through.dtype)
         return through.addcmul_(x, slope.view(shape).to(x.dtype), value=-1), of_weight, of_bias, None
@@ -299,9 +339,9 @@ def sync_batch_norm(
     """`F.batch_norm` in train mode for x (N, C, ...), with the statistics over the rows of all processes that `joins_rows`."""
     if not joins_rows():
         return F.batch_norm(x, mean, var, weight, bias, True, momentum, eps)
-    width = x.shape[1]
-    weight = torch.ones(width, device=x.device) if weight is None else weight
-    bias = torch.zeros(width, device=x.device) if bias is None else bias
+    width, dtype = x.shape[1], torch.promote_types(x.dtype, torch.float32)
+    weight = torch.ones(width, device=x.device, dtype=dtype) if weight is None else weight
+    bias = torch.zeros(width, device=x.device, dtype=dtype) if bias is None else bias
     y, middle, spread, count = _SyncBatchNorm.apply(x, weight, bias, eps)  # type: ignore[no-untyped-call]
     if mean is not None and var is not None:
         with torch.no_grad():

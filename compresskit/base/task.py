@@ -7,7 +7,7 @@ of keyword arguments, and a *target*; `call(model, inputs)` calls a model with e
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.base import distributed
+from compresskit.base.distributed import loader_length, why_no_length
 from compresskit.base.errors import DataError, SettingError
 from compresskit.base.progress import Progress
 from compresskit.base.settings import check_device, check_flag, check_loader
@@ -444,29 +445,30 @@ class Task:
             raise SettingError(f"this stage needs Task({which}=...), which was not given{more}")
         return loader if which == "train" else distributed.unsharded_loader(loader)  # type: ignore[no-any-return]
 
-    def known_length(self, which: str) -> int | None:
+    def known_length(self, which: str, *, about: bool = False) -> int | None:
         """Return the number of batches of a loader, at least 1; None where it is not known beforehand.
+
+        about: whether a guess will do, as that of a DataLoader whose workers share an IterableDataset.
 
         Raises:
             DataError: the loader is empty.
         """
-        loader = self.batches(which)
-        try:
-            count = len(loader) if isinstance(loader, Sized) else None
-        except TypeError:  # a DataLoader of an IterableDataset without a length
-            count = None
+        count = loader_length(self.batches(which), about=about)
         if count == 0:
             raise DataError(f"Task({which}=...): the loader is empty; is batch_size larger than the data with drop_last=True?")
         return count
 
     def length(self, which: str) -> int:
-        """Return the number of batches of a loader, at least 1. Raises DataError where it is zero or not known beforehand."""
-        if (count := self.known_length(which)) is None:
+        """Return the number of batches of a loader, at least 1; of validation data, on which no step depends, about so many.
+
+        Raises DataError where it is zero or not known beforehand.
+        """
+        if (count := self.known_length(which, about=which == "val")) is None:
             steps = "count the training in optimizer steps, Train(steps=...), or " if which == "train" else ""
             raise DataError(
-                f"Task({which}=...): its number of batches is not known beforehand ({type(self.batches(which)).__name__}"
-                f" has no length); {steps}use a map-style dataset or a list of batches, or give an IterableDataset a __len__, its"
-                " number of samples"
+                f"Task({which}=...): its number of batches is not known beforehand ({why_no_length(self.batches(which))});"
+                f" {steps}use a map-style dataset or a list of batches, or read an IterableDataset that has a __len__, its number"
+                " of samples, with num_workers=1 at most"
             )
         return count
 
@@ -484,8 +486,8 @@ def _in_a_word(value: Any) -> str:
         return value.__name__
     if isinstance(value, bool | str | torch.device):
         return repr(value)
-    length = f" of {len(value)}" if isinstance(value, Sized) else ""
-    return f"{type(value).__name__}{length}"
+    length = loader_length(value, about=True)
+    return type(value).__name__ if length is None else f"{type(value).__name__} of {length}"
 
 
 def check_is_task(task: Any, where: str) -> None:

@@ -1,9 +1,14 @@
 """Which dimension of a model's predictions holds the scores of classes, as far as its task says it.
 
+These are asked in this order, until one says it:
+
 the metric          `agreement("classes", dim=...)` names it
-the labels          whole numbers of the shape of the predictions without one dimension, (N, T) beside (N, T, C)
-the loss            cross-entropy takes (N, C, ...); of any other it is the dimension along which all entries may grow by one
-                    number without a change of the loss, as under a softmax
+a loss of torch     cross-entropy takes (N, C, ...); labels that lack one dimension of the predictions count more
+the labels          whole numbers of the shape of the predictions without one dimension, (N, T) beside (N, T, C), which are
+                    indices along it. The shape alone says little: transcripts (N, S) and yes-or-no labels of a clip (N, K) may
+                    have it by chance. A loss that can be computed has to agree: it is blind along that dimension alone, as a
+                    softmax is, or else, where a class becomes another one, it pulls entries along it both up and down
+the loss            the dimension along which all entries may grow by one number without a change of the loss
 the values          labels or predictions that are probabilities, or logarithms of them: they sum to 1 along it
 
 Predictions are numbers where the loss sees what all entries grow by, and the labels are values of their shape that are no shares
@@ -16,7 +21,7 @@ import inspect
 import logging
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -42,6 +47,9 @@ OF_CLASSES = (*LOGIT_LOSSES, *TARGET_LOSSES, match_predictions)
 BLIND = 0.02
 #: The same times the square root of the dimension's size: numbers of any sign sum to about 1 there, also in wide dimensions.
 BLIND_OF_WIDE = 0.1
+#: Where other labels change what a loss pulls at in both directions along a dimension, the lesser one is at least this part of
+#: the other: one class more is another class less, also where classes have weights of 1 to 1000.
+BOTH_WAYS = 1e-3
 #: Values of predictions that are summed, at most.
 SUMMED = 2**22
 
@@ -120,10 +128,10 @@ def _said(task: Task, predictions: Any, target: Any, *, reads_loss: bool) -> Cla
     metric = task.metric
     if isinstance(metric, OutputAgreement) and metric.outputs == "classes" and (metric.dim or predictions.ndim != 3):
         return ClassDim(metric.dim or 1)
-    named = _dims_of_labels(predictions, target)
-    if len(named) == 1:
-        return ClassDim(named[0])
     if _takes_classes(task.loss):
+        named = _dims_of_labels(predictions, target)
+        if len(named) == 1:
+            return ClassDim(named[0])
         said = reads_loss or named or task.loss is not F.cross_entropy
         return ClassDim(1) if predictions.ndim != 3 or said else None
     return None if target is None else _by_loss(task.loss, predictions, target)
@@ -153,11 +161,12 @@ def _candidates(predictions: Tensor) -> tuple[int, ...]:
 
 
 def _dims_of_labels(predictions: Tensor, target: Any) -> list[int]:
-    """The dimensions without which predictions have the shape of whole numbers beside them."""
+    """The dimensions without which predictions have the shape of whole numbers beside them; a yes or no is one of two classes."""
     if not isinstance(target, Tensor) or target.is_floating_point():
         return []
     shape = list(predictions.shape)
-    return [dim for dim in _candidates(predictions) if list(target.shape) == _without(shape, dim)]
+    dims = [dim for dim in _candidates(predictions) if list(target.shape) == _without(shape, dim)]
+    return [dim for dim in dims if target.dtype != torch.bool or shape[dim] <= 2]
 
 
 def _without(shape: list[int], dim: int) -> list[int]:
@@ -166,8 +175,14 @@ def _without(shape: list[int], dim: int) -> list[int]:
 
 
 def _by_loss(loss: Any, predictions: Tensor, target: Any) -> ClassDim | None:
-    """What a loss and the values say: the dimension of classes, or numbers; None where neither is clear."""
-    blind = _blind_dims(loss, predictions, target)
+    """What labels, a loss and the values say: the dimension of classes, or numbers; None where neither is clear."""
+    named = _dims_of_labels(predictions, target)
+    few = _few_rows(predictions)
+    blind = _blind_dims(loss, few, target[: len(few)]) if named and len(few) < len(predictions) else None
+    if blind is None and (len(named) != 1 or predictions.numel() <= SUMMED):  # a loss may be of so many rows
+        few, blind = predictions, _blind_dims(loss, predictions, target)
+    if named and (dim := _dim_of_indices(loss, few, target, named, blind)) is not None:
+        return ClassDim(dim)
     of_target = _dims_of_shares(target) if _is_like(target, predictions) else []
     logarithms = _dims_of_shares(_few_rows(predictions).detach().float().exp())
     for dims in (blind or [], of_target, logarithms, _dims_of_shares(predictions)):
@@ -181,25 +196,112 @@ def _blind_dims(loss: Any, predictions: Tensor, target: Any) -> list[int] | None
 
     None where the loss does not say it: it cannot be computed here, or it is the same for all predictions.
     """
+    gradients = _gradients(loss, predictions, target)
+    return None if gradients is None else [dim for dim in _candidates(predictions) if _is_blind(gradients[0], dim)]
+
+
+def _gradients(loss: Any, predictions: Tensor, *targets: Any) -> list[Tensor] | None:
+    """What a loss pulls at, for each target, at the same predictions and random numbers; None where one cannot be computed."""
     for own in (False, True):  # a loss may refuse values that are not the model's
         leaf = (predictions.detach().float().clone() if own else _without_pattern(predictions)).requires_grad_()
-        with suppress(Exception), generators_kept(), _unmoved(loss), torch.enable_grad():
-            (gradient,) = torch.autograd.grad(loss(leaf, target), leaf)
-            size = float(gradient.norm(1))
-            if 0 < size < math.inf:
-                return [dim for dim in _candidates(leaf) if _is_blind(gradient, size, dim)]
+        found: list[Tensor] = []
+        with suppress(Exception):
+            for target in targets:
+                with generators_kept(), _unmoved(loss), torch.enable_grad():
+                    found += torch.autograd.grad(loss(leaf, target), leaf)
+            if all(0 < float(gradient.norm(1)) < math.inf for gradient in found):
+                return found
     return None
 
 
-def _is_blind(gradient: Tensor, size: float, dim: int) -> bool:
-    return float(gradient.sum(dim).norm(1)) < size * min(BLIND, BLIND_OF_WIDE / math.sqrt(gradient.shape[dim]))
+def _is_blind(gradient: Tensor, dim: int) -> bool:
+    return _one_sign(gradient, dim) < min(BLIND, BLIND_OF_WIDE / math.sqrt(gradient.shape[dim]))
+
+
+def _one_sign(values: Tensor, dim: int) -> float:
+    """How much of values is left where they are summed along a dimension: 1 of values of one sign, 0 of those that cancel."""
+    return float(values.sum(dim).norm(1)) / float(values.norm(1))
+
+
+def _pulls_both_ways(change: Tensor, dim: int) -> bool:
+    """Whether most of what is changed has both signs along a dimension."""
+    up, down = change.clamp(min=0).sum(dim), change.clamp(max=0).sum(dim).abs()
+    both = torch.minimum(up, down) >= BOTH_WAYS * torch.maximum(up, down)
+    return bool(both[(up + down) > 0].float().mean() > 0.5)
+
+
+def _dim_of_indices(loss: Any, predictions: Tensor, labels: Tensor, named: list[int], blind: list[int] | None) -> int | None:
+    """The dimension of classes that whole numbers beside predictions are indices along; None where they are none.
+
+    Args:
+        loss, predictions: the task's, and those of the first rows of a batch.
+        labels: at least of these rows.
+        named: the dimensions that their shape allows.
+        blind: those that the loss does not see a constant along; None where it does not say it.
+    """
+    single = named[0] if len(named) == 1 else None
+    if blind is None or predictions.shape[named[0]] == 1:
+        return single
+    if len(blind) == 1 and blind[0] in named:
+        return blind[0]
+    labels, size = labels[: len(predictions)], predictions.shape[named[0]]
+    gradients = _gradients(loss, predictions, labels, labels, _relabelled(labels, size))
+    if gradients is not None and not torch.allclose(gradients[0], gradients[1]):  # random numbers of its own
+        return single
+    change = torch.zeros(1) if gradients is None else gradients[2] - gradients[0]
+    if not bool(change.any()):
+        return single if len(blind) != 1 and _are_indices(labels, size) else None
+    left = {dim: _one_sign(change, dim) for dim in _candidates(predictions)}
+    least, *others = sorted(left, key=left.__getitem__)
+    if any(_is_blind(change, dim) for dim in others):
+        return single
+    classes = least in named and _pulls_both_ways(change, least) and _are_indices(labels, size)
+    return least if classes or _is_blind(change, least) else None
+
+
+def _are_indices(labels: Tensor, size: int) -> bool:
+    """Whether labels are classes of so many; one number that is none may be what a loss leaves out."""
+    others = labels[~_inside(labels, size)]
+    return bool((others == others[:1]).all())
+
+
+def _inside(labels: Tensor, size: int) -> Tensor:
+    return (labels >= 0) & (labels < size)
+
+
+def _relabelled(labels: Tensor, size: int) -> Tensor:
+    """Labels of which the largest of each row is less by one, and 1 in place of 0: no row has as many of each as before."""
+    classes = labels.long().masked_fill(~_inside(labels, size), -1)
+    largest = classes.flatten(1).amax(1).reshape(-1, *[1] * (labels.ndim - 1)) if labels.ndim > 1 else classes
+    changed = torch.where(classes > 0, classes - 1, 1).to(labels.dtype)
+    return torch.where((classes == largest) & (classes >= 0), changed, labels)
 
 
 def _unmoved(loss: Any) -> AbstractContextManager[None]:
-    """Put back what calls of a loss that is a module, or a method of one, write to its buffers and attributes."""
+    """Put back what calls of a loss that is a module or an object, or a method of one, write to its buffers and attributes."""
     function, _ = _function_and_settings(loss)
     function = function.__self__ if inspect.ismethod(function) else function
-    return state_kept(function) if isinstance(function, nn.Module) else nullcontext()
+    if isinstance(function, nn.Module):
+        return state_kept(function)
+    return nullcontext() if inspect.isroutine(function) else _attributes_kept(function)
+
+
+@contextmanager
+def _attributes_kept(loss: Any) -> Iterator[None]:
+    """Put back the attributes of an object after the block, and the values of those that are tensors."""
+    own: dict[str, Any] = {}
+    with suppress(TypeError):  # an object with slots has none
+        own = vars(loss)
+    before = dict(own)
+    values = {name: value.detach().clone() for name, value in own.items() if isinstance(value, Tensor)}
+    try:
+        yield
+    finally:
+        own.clear()
+        own.update(before)
+        with torch.no_grad():
+            for name, value in values.items():
+                before[name].copy_(value)
 
 
 def _without_pattern(predictions: Tensor) -> Tensor:

@@ -241,7 +241,7 @@ def to_program(
     """Run torch's exporter: the ONNX graph before this library's rewrites, and the exported program it was made from."""
     dynamic = _varying_dimensions(model) if dynamic is None else dynamic
     opset = max(EXPORTED, _default_opset(model)) if opset is None else opset
-    with _exporting(), torch.no_grad(), mode(model, training=False), unset_buffers_kept(model):
+    with _exporting(), torch.no_grad(), mode(model, training=False, tells=False), unset_buffers_kept(model):
         written = check_runs(model, example)
         module, example = widen_to_fp32(deployed(model), example)
         module.eval()

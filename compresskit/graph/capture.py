@@ -102,7 +102,7 @@ def capture(model: nn.Module, example: AnyInputs, *, inside: str | None = None, 
     """
     check_is_module(model, "capture")
     prefix, example = inside or "", as_inputs(example)
-    with one_thread_traces(), torch.no_grad(), mode(model, training=False), unset_buffers_kept(model):
+    with one_thread_traces(), torch.no_grad(), mode(model, training=False, tells=False), unset_buffers_kept(model):
         written = check_runs(model, example)
         if inside is not None:
             model, example = inputs_inside(model, example, inside)

@@ -47,6 +47,8 @@ MADE_OF_NUMBERS = frozenset(
     }
 )
 
+WHOLE = (0, None, 1)  # start, end and step of a slice that takes all
+
 #: Other names of operators, of which torch records the one that was called.
 _ALIASES = {
     "absolute": "abs",
@@ -92,6 +94,7 @@ def normalize_(module: fx.GraphModule) -> None:
     """Normalize a captured graph in place.
 
     Operators get their usual names, in-place ones become functional, those that do nothing in eval mode and guards are removed,
+    and so are copies of what is written into the whole of a value, or read again from where it was written (`x[:, :n] += y`);
     views become reshapes, padding given by name becomes numbers, and `batch_norm` has one output.
     """
     graph = module.graph
@@ -101,6 +104,9 @@ def normalize_(module: fx.GraphModule) -> None:
             graph.erase_node(node)
         elif node.target in IDENTITIES or (node.target is aten.slice.Tensor and _is_whole_slice(node)):
             node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+        elif (written := _as_written(node)) is not None:
+            node.replace_all_uses_with(written)
             graph.erase_node(node)
         elif is_inplace(node) and (functional := functional_form(node.target)) is not None:
             _write_functional(node, functional)
@@ -175,12 +181,35 @@ def _one_value_like(node: Node) -> torch.Tensor:
     return torch.empty((1,) * value.ndim, dtype=value.dtype, device="meta")
 
 
+def _as_written(node: Node) -> Node | None:
+    """What a node copies, where it is all that was written: into a whole value, or into the part that the node reads.
+
+    Quantizers would round a copy again, in another range.
+    """
+    written = None
+    if node.target is aten.copy.default or (node.target is aten.slice_scatter.default and _range_of(node, 2)[1:] == WHOLE):
+        written = node.args[1]
+    elif node.target is aten.slice.Tensor and (whole := node.args[0]).target is aten.slice_scatter.default:
+        written = whole.args[1] if _range_of(node, 1) == _range_of(whole, 2) else None
+    values = [each.meta.get("val") for each in (node, written) if isinstance(each, fx.Node)]
+    if len(values) < 2 or not all(isinstance(value, torch.Tensor) for value in values):
+        return None
+    here, there = ((value.dtype, str(tuple(value.shape))) for value in values)  # sizes that vary are known by their names
+    return written if here == there else None
+
+
+def _range_of(node: Node, place: int) -> tuple[Any, Any, Any, Any]:
+    """Dimension, start, end and step of a slice; an end of None is the last value. place: of the first of these arguments."""
+    given = [*node.args[place:], *[0, None, None, 1][len(node.args) - place :]]
+    named = zip(("dim", "start", "end", "step"), given, strict=True)
+    dim, start, end, step = (node.kwargs.get(name, value) for name, value in named)
+    value = node.args[0].meta.get("val")
+    dim = dim % value.ndim if isinstance(value, torch.Tensor) else dim
+    return dim, 0 if start is None else start, None if isinstance(end, int) and end >= 2**62 else end, step
+
+
 def _is_whole_slice(node: Node) -> bool:
-    given = tuple(node.args)
-    start = given[2] if len(given) > 2 else None
-    end = given[3] if len(given) > 3 else None
-    step = given[4] if len(given) > 4 else 1
-    return start in (0, None) and (end is None or (isinstance(end, int) and end >= 2**62)) and step == 1
+    return _range_of(node, 1)[1:] == WHOLE
 
 
 def _restore_batch_norm(graph: fx.Graph, node: Node) -> None:

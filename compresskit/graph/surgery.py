@@ -22,7 +22,7 @@ from compresskit.base.inputs import outside_inference
 from compresskit.base.task import Inputs, call, copied_tensors
 from compresskit.graph.replacements import replace_recorded_, replacements
 from compresskit.graph.rewrites.gradient_hooks import copy_gradient_hooks_, hooked_as
-from compresskit.graph.tracing import no_autocast
+from compresskit.graph.tracing import no_autocast, set_modes_
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 AS_SAVED = "give a model that was made as the saved one was"  # what to do where a record does not fit the model
@@ -214,8 +214,8 @@ def frozen_copy(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Set a model to train or eval mode inside the block, and restore the mode of every submodule after it.
+def mode(model: nn.Module, *, training: bool, tells: bool = True) -> Iterator[None]:
+    """Set a model to train or eval mode inside the block, and restore the mode of every submodule after it (`set_modes_`).
 
     Attention computes the same in both modes and in a captured graph, see `no_attention_fastpath`; autocast of the caller is off.
     """
@@ -225,8 +225,7 @@ def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
         with no_attention_fastpath(), no_autocast():
             yield
     finally:
-        for module, training in before:
-            module.training = training
+        set_modes_(before, tells=tells)
 
 
 @contextmanager

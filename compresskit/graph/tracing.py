@@ -1,5 +1,5 @@
 """What tracing needs of the whole process: one thread at a time, torch's log of sizes silent, which classes were warned of; and
-modes of torch that the caller is in.
+modes: of torch, that the caller is in, and of modules.
 """
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 from torch.distributions import Distribution
 
 SIZES_LOG = "torch.fx.experimental.symbolic_shapes"  # torch's logger of the sizes of a traced model
@@ -52,6 +53,25 @@ def no_modes_of_caller() -> Iterator[None]:
             stack.enter_context(torch.inference_mode(False))
         stack.enter_context(no_autocast())
         yield
+
+
+def set_modes_(modes: Iterable[tuple[nn.Module, bool]], *, tells: bool = True) -> None:
+    """Give each of the modules of a model, an outer one before those in it, its own mode.
+
+    Those in another mode are told by `train`, which classes override that keep for eval mode what they computed of parameters, or
+    merge weights for it: where the flag alone is set, such a model trains merged weights, or is validated with old values.
+
+    Args:
+        modes: the modules, in the order of `model.modules()`, and whether each is in train mode.
+        tells: False where a graph shares the parameters, which would be changed with those of the model: then the flag alone is
+            set.
+    """
+    modes = list(modes)
+    for module, training in modes if tells else ():
+        if module.training != training:
+            module.train(training)
+    for module, training in modes:  # of those in it, too, and of those whose `train` does not
+        module.training = training
 
 
 @contextmanager

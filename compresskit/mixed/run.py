@@ -192,7 +192,7 @@ class Run:
         self._check_running()
         check_sync(self._model)
         chosen = self._overflow.use(scaler or "")
-        loss = loss.float() if self._micro_batches is None else loss.float() / self._micro_batches
+        loss = in_fp32(loss) if self._micro_batches is None else in_fp32(loss) / self._micro_batches
         several = len(self.scalers) > 1
         if self._backward_passes and (several or self._unscaled or not self._weights.fp32_gradients):
             self._accumulator.take(self._weights.gradients.parameters())

@@ -28,7 +28,7 @@ from compresskit.base.files import (
     write_tensors,
 )
 from compresskit.base.settings import stands_in
-from compresskit.graph.masks import MASK_PREFIX, Masks, attach_masks_, detach_masks_, masks_of
+from compresskit.graph.masks import MASK_PREFIX, Masks, attach_masks_, check_removed_are_zero, detach_masks_, masks_of
 from compresskit.graph.surgery import check_is_module, check_not_lazy, copy_model, owner, restructure_, set_tensor_, structure
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.quantizers import Quantizer
@@ -46,7 +46,8 @@ def save(model: nn.Module, folder: str | Path) -> None:
     """Write a float, pruned or quantized model into a folder, which is made where it is missing. The model is not changed.
 
     Raises CheckpointError where the folder cannot be written, or for a tensor whose dtype cannot be stored; ModelError for what
-    is no module, a tensor without values, and a mask whose shape is not that of its tensor; SettingError for what is no path.
+    is no module, a tensor without values, a mask whose shape is not that of its tensor, and weights that a mask removes and that
+    are not zero; SettingError for what is no path.
     """
     check_is_path(folder, "save(folder=...)", "; write save(model, folder)")
     folder = absolute_path(folder)
@@ -55,9 +56,9 @@ def save(model: nn.Module, folder: str | Path) -> None:
     converted = {name: part.converted() for name, part in quantized.items()}
     if any(converted[name] is not part for name, part in quantized.items()):  # one is still in training: a copy is written
         model = converted[""] if "" in converted else _with_parts(model, converted)
-    if (masks := masks_of(model)) is not None:
-        masks.check(model)
     _check_has_values(model)
+    check_removed_are_zero(model, "save")
+    masks = masks_of(model)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -247,7 +248,13 @@ def _load_masks_(model: nn.Module, path: Path, saved: Any) -> None:
         raise CheckpointError(f"{path}: removes {masks.removed} of {masks.total} weights, {STRUCTURE} says {saved}")
     if broken := masks.violations(model):
         name, count = next(iter(broken.items()))
-        raise CheckpointError(f"{path}: {count} weights of {name} are not zero that it removes; it is of another model")
+        raise CheckpointError(
+            f"{path}: {count} weights of {name} are not zero that it removes (it is of another model, or an earlier compresskit"
+            " saved one after steps without enforce_masks_, or after load_state_dict of dense weights); save the model again"
+            " after ck.prune.masks_of(model).zero_(model). Where it is gone, give one of the same shapes the values,"
+            f" model.load_state_dict(load_file({MODEL!r})), and the masks, ck.prune.Masks.from_state(load_file({MASKS!r}),"
+            " model).apply_(model), by load_file of safetensors.torch"
+        )
     attach_masks_(model, masks)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import nn
@@ -33,20 +34,17 @@ MULTIPLE, MULTIPLE_OF_DEPTHWISE = 8, 16  # multiples of channels for which kerne
 OF_DYNAMIC = (nn.RNNBase, nn.RNNCellBase, nn.Linear, nn.MultiheadAttention, nn.Embedding, nn.EmbeddingBag)
 DYNAMIC_SHARE = 0.25  # of the weights, in layers that dynamic quantization rounds, from which on it is tried
 TABLE_SHARE = 0.25  # of the weights, in embedding tables, from which on fewer bits for them are tried
+#: What the name of a candidate begins with, and all of it but what is added for a folder.
+NAME = re.compile(
+    r"(?:(?P<blocks>\d+)blocks-)?(?:(?P<merged>\d+)merged-)?(?:macs(?P<macs>[\d.]+)-)?(?:rank(?P<rank>[\d.]+)-)?"
+    rf"(?P<bits>{'|'.join(get_args(Storage))})(?:-(?P<effort>{'|'.join(get_args(Effort))}))?"
+)
 QAT_SHARE = 4  # one part of so many of the training is quantization-aware
 ROUNDED_RATE = 0.1  # of the learning rates, for a part that is to stay near the float network
-#: Settings of the training that its quantization-aware part has as they are. It has lower rates, and its own default objective.
-CARRIED_OVER = (
-    "param_groups",
-    "precision",
-    "clip",
-    "accumulate",
-    "channels_last",
-    "exact",
-    "validate_every",
-    "on_step",
-    "on_epoch",
-)
+#: Settings of the training that its quantization-aware part does not have as they are: only float modules are compiled, and the
+#: part has its own length, lower rates, and its own default objective.
+OF_FLOAT = ("compile", "epochs", "steps", "objective")
+OF_RATES = ("optimizer", "schedule")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +98,15 @@ class Candidate:
         parts += [f"macs{self.macs:g}"] if self.macs < 1 else []
         parts += [f"rank{self.rank:g}"] if self.rank < 1 else []
         return "-".join([*parts, self.bits, *([] if self.effort == "fast" else [self.effort])])
+
+    @classmethod
+    def named(cls, name: str) -> Self | None:
+        """The candidate with whose name a name begins; None where there is none."""
+        if (match := NAME.match(name)) is None:
+            return None
+        kinds = {"blocks": int, "merged": int, "macs": float, "rank": float}
+        given: dict[str, Any] = {key: kinds.get(key, str)(value) for key, value in match.groupdict().items() if value is not None}
+        return cls(**given)
 
     @property
     def changes_structure(self) -> bool:
@@ -186,10 +193,9 @@ class Candidate:
 
     def _rounded_training(self, train: Train, part: Train, given: dict[str, Any]) -> QAT:
         """The part of a training that is quantization-aware. given: settings of the quantization."""
-        settings = {**given, **{name: getattr(part, name) for name in CARRIED_OVER}}
+        settings = given | {each.name: getattr(part, each.name) for each in fields(Train) if each.name not in OF_FLOAT + OF_RATES}
         if self.changes_structure and not self.trains_in_two_parts:  # what was removed is made up for here
-            taken = [each.name for each in fields(Train) if each.name != "compile"]  # of float modules alone
-            settings |= {name: getattr(train, name) for name in taken}
+            settings |= {name: getattr(train, name) for name in OF_RATES}
         else:
             settings["optimizer"] = partial(at_lower_rates, train.optimizer, ROUNDED_RATE)
             if isinstance(train.schedule, lr.LRSchedule):  # one of torch's may set rates of its own

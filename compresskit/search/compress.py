@@ -146,12 +146,11 @@ def _search_and_run(
     workshop: Workshop, worker: Worker, budget: Ceilings, settings: SearchSettings, train: Train | None
 ) -> Search:
     """Explore, run the finalists, and write the recipe. train: of a finalist, with its objective; None trains nothing."""
-    begin, out = time.perf_counter(), workshop.out
+    begin, out, name = time.perf_counter(), workshop.out, _study_name(budget, settings.train)
     with worker.alone("setup"):  # the first process measures what all of them need
-        dense, stopwatch, order, train = _set_up(workshop, budget, settings, train)
+        dense, stopwatch, order, train = _set_up(workshop, budget, settings, train, name)
     ceilings = budget.absolute(dense)
     minimise = free_quantity(ceilings)
-    name = _study_name(budget, train)
     slow = LatencyFilter(workshop=workshop, order=order, ceiling=ceilings["latency"]) if "latency" in ceilings else None
     tried = Explorer(
         workshop=workshop,
@@ -203,9 +202,12 @@ def _search_and_run(
 
 
 def _set_up(
-    workshop: Workshop, budget: Ceilings, settings: SearchSettings, train: Train | None
+    workshop: Workshop, budget: Ceilings, settings: SearchSettings, train: Train | None, name: str
 ) -> tuple[Figures, Stopwatch, Removable, Train | None]:
-    """What is measured before candidates are: the uncompressed model, the order of what can go, the training of finalists."""
+    """What is measured before candidates are: the uncompressed model, the order of what can go, the training of finalists.
+
+    train: of a finalist, with its objective. name: of the search.
+    """
     dense, stopwatch = _uncompressed(workshop, budget)
     order = workshop.removable(stopwatch.milliseconds)
     check_objective_of_candidates(train, workshop, order)
@@ -216,6 +218,7 @@ def _set_up(
         finalists=settings.finalists,
         fills=settings.train is None,
         in_full=free_quantity(budget.absolute(dense)) != "drop",  # only of the drop, a training tells before its end
+        search=name,
     )
     return dense, stopwatch, order, within
 
@@ -306,9 +309,8 @@ def free_quantity(ceilings: dict[str, float]) -> str:
 
 
 def _study_name(budget: Ceilings, train: Train | None) -> str:
-    """One study for what is asked for, however long the training that fits today."""
-    settings = None if train is None or budget.minutes is not None else describe(train)
-    return short_hash([repr(budget), settings], 12)
+    """One study for what is asked for, however long the training that fits today. train: as the user gave it."""
+    return short_hash([repr(budget), None if train is None else describe(train)], 12)
 
 
 def _refuse_unreachable(
@@ -328,8 +330,9 @@ def _refuse_unreachable(
     if any(not f.excesses(counted) for f in figures):
         return
     advice = ", or train (minutes= or train=)" if judges_drop and "drop" in ceilings else ""
-    of_part = " (its drop is that of the held-out data)" if part and "drop" in ceilings else ""
-    nearest = nearest_budget(figures, budget, ceilings, room=OF_SETTINGS if trains else OF_PROOF)
+    of_part = " (its drop is that of the held-out data)" if part and not trains and "drop" in ceilings else ""
+    asked = counted if trains else ceilings  # a drop that is not known yet stays as it was asked for
+    nearest = nearest_budget(figures, budget, ceilings, asked=asked, room=OF_SETTINGS if trains else OF_PROOF)
     raise ModelError(
         f"compress: none of {len(figures)} candidates meets {budget!r}; the nearest that can is {nearest}{of_part}; ask for that"
         f"{advice}, or raise trials=; all files are in {out}{_not_made(tried)}"

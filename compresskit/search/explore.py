@@ -66,7 +66,10 @@ class Explorer:
             )
 
     def explore(self) -> list[Tried]:
-        """All candidates that were tried, in their order; those that could not be made with the reason, then those skipped."""
+        """All candidates that were tried, in their order, those that could not be made with the reason.
+
+        Then those that were measured in the folder for other budgets, which are no trials of this one, and those skipped.
+        """
         shop, trains = self.workshop, self.workshop.trains
         efforts = EFFORTS[:1] if self.places_at_the_ceiling else EFFORTS
         most = {
@@ -119,7 +122,8 @@ class Explorer:
                 continue
             over = [figures.excesses({quantity: self.ceilings[quantity]}).get(quantity, 0.0) for quantity in self.judged]
             study.tell(trial, [figures.get(quantity) for quantity in objectives], over)
-        return [*tried.values(), *unmade.values()]
+        others = {c: Tried(candidate=c, figures=figures) for c, figures in shop.measured().items() if c not in tried}
+        return [*tried.values(), *others.values(), *(entry for c, entry in unmade.items() if c not in others)]
 
     def _take_over_(self, tried: dict[Candidate, Tried], study: CandidateStudy) -> None:
         """Enter what was made, or could not be, by other processes and in earlier calls."""

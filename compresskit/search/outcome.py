@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -286,16 +286,25 @@ def _figure_cells(figures: Figures, dense: Figures, short: str, trained: str) ->
     )
 
 
-def nearest_budget(figures: Sequence[Figures], budget: Ceilings, ceilings: dict[str, float], *, room: int = 0) -> str:
+def nearest_budget(
+    figures: Sequence[Figures],
+    budget: Ceilings,
+    ceilings: dict[str, float],
+    *,
+    asked: Mapping[str, float] | None = None,
+    room: int = 0,
+) -> str:
     """The budget, as Python, of the candidate that exceeds the ceilings least.
 
+    asked: those of the ceilings that candidates have to keep; None for all. The others stay as they are.
     room: bytes by which its file may become larger when it is run.
     """
-    best = min(figures, key=lambda found: sum(found.excesses(ceilings).values()))
+    asked = ceilings if asked is None else asked
+    best = min(figures, key=lambda found: sum(found.excesses(asked).values()))
     best = replace(best, bytes=best.bytes + room)
     # What is exceeded becomes what the candidate has, rounded up so that it is met.
     values = {"latency": f'"{best.latency * 1.05:.4g}ms"', "bytes": best.bytes, "macs": best.macs}
-    over = best.excesses(ceilings)
+    over = best.excesses(asked)
     drop = _rounded_up(best) if "drop" in over else ceilings.get("drop", 0.0)
     values["drop"] = f'"{drop:{DIGITS}}"' if drop > LARGEST_PLAUSIBLE_DROP else f"{drop:{DIGITS}}"
     given = [f"{name}={values[name] if name in over or name == 'drop' else f'{ceilings[name]:{DIGITS}}'}" for name in ceilings]

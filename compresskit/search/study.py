@@ -19,7 +19,6 @@ from compresskit.search.candidate import WITHOUT_EFFORT, Candidate, Storage
 from compresskit.search.workers import LOCKS, Worker
 
 JOURNAL, PREDICTED, PROPOSED, CHECKS, FIRST, WORKER = "study.log", "predicted", "proposed", "checks", "first", "worker"
-OVER = "over"  # attribute of a trained trial whose file exceeds a ceiling
 WRITING = "journal"  # lock of who writes into it
 TURN = "study"  # lock of who looks at the trials and takes one
 EFFORTS: tuple[Effort, ...] = ("fast", "balanced")  # the one that takes no measurement first
@@ -209,14 +208,20 @@ class CandidateStudy:
             self.study.tell(trial, state=self.states.FAIL)
             return
         for i, constraint in enumerate(constraints):
-            trial.set_constraint(f"ceiling {i}", constraint)
+            _constrain(trial, f"ceiling {i}", constraint)
         self.study.tell(trial, list(values))
 
     def skip(self, trial: Any, predicted: float, over: float) -> None:
         """The trial is not measured, since it is predicted to exceed a ceiling by a fraction `over`."""
         trial.set_user_attr(PREDICTED, predicted)
-        trial.set_constraint("predicted", over)
+        _constrain(trial, "predicted", over)
         self.study.tell(trial, state=self.states.PRUNED)
+
+
+def _constrain(trial: Any, key: str, value: float) -> None:
+    """Give a trial a constraint, unless it has it from a process that was killed before it told the rest."""
+    if key not in trial.constraints:
+        trial.set_constraint(key, value)
 
 
 def candidate_of(parameters: dict[str, Any]) -> Candidate:
@@ -267,29 +272,6 @@ class _JournalLock:
 
     def release(self) -> None:
         self.held.close()
-
-
-def halving(optuna: Any) -> Any:
-    """Optuna's successive halving among trials whose files keep the ceilings, as far as that is known: others are no rivals."""
-
-    class Halving(optuna.pruners.SuccessiveHalvingPruner):  # type: ignore[misc]
-        def prune(self, study: Any, trial: Any) -> bool:
-            return bool(super().prune(_Rivals(study), trial))
-
-    return Halving(min_resource=1, reduction_factor=2)
-
-
-class _Rivals:
-    """A study without the trials that exceed a ceiling."""
-
-    def __init__(self, study: Any) -> None:
-        self._study = study
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._study, name)
-
-    def get_trials(self, **settings: Any) -> list[Any]:
-        return [trial for trial in self._study.get_trials(**settings) if OVER not in trial.user_attrs]
 
 
 def _drop_half_line(path: Path) -> None:

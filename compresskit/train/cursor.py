@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
 from torch.utils import _pytree as pytree
@@ -154,6 +154,14 @@ class DataCursor:
     def resume_from_(self, state: dict[str, Any]) -> None:
         """Let the next call of `next_epoch` yield the rest of the epoch that `state` was taken in."""
         self.epoch, self.batch, self._resume_state = state["epoch"], state["batch"], state
+
+
+def raise_other_length(loader: Any, length: int | None, gave: str) -> NoReturn:
+    """Raise DataError: a training loader gave more or fewer batches than its length says, or none."""
+    has = "no length" if length is None else f"length {length}"
+    workers = "; the __len__ of an IterableDataset counts the samples of all workers, which share them evenly"
+    more = workers if length and _streams(loader) else ""
+    raise DataError(f"the training loader has {has} and gave {gave} batches; it must not change{more}")
 
 
 def check_same_batches(batch: Any, loader: Any, split: SplitBatch, where: str, *, least: int) -> None:

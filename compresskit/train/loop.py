@@ -16,16 +16,17 @@ from tqdm import tqdm
 
 from compresskit import mixed
 from compresskit.base import distributed, randomness
-from compresskit.base.errors import CheckpointError, CompressError, DataError, TrainingError, first_line, is_out_of_memory
+from compresskit.base.errors import CheckpointError, CompressError, TrainingError, first_line, is_out_of_memory
 from compresskit.base.inputs import packed_inputs
 from compresskit.base.objective import Losses, Objective
 from compresskit.base.packing import Resumable, module_states, restore_module_states_
 from compresskit.base.progress import Training, announce, progress_bar
 from compresskit.base.task import Inputs, Task, shapes_of
 from compresskit.mixed.channels_last import channels_last_images
+from compresskit.mixed.formats.casts import in_fp32
 from compresskit.mixed.formats.parallel import is_sharded, shard_by_name, whole_on_rank_zero
 from compresskit.train.callbacks import EpochReport, OnEpoch, OnStep, StepReport, call_back
-from compresskit.train.cursor import DataCursor, check_same_batches, raise_if_worker_died
+from compresskit.train.cursor import DataCursor, check_same_batches, raise_if_worker_died, raise_other_length
 from compresskit.train.history import History
 from compresskit.train.learning_rates import LearningRates
 from compresskit.train.length import Length, remedy_of_one_row
@@ -146,8 +147,7 @@ class TrainingLoop:
             if self._is_over() and seen != batches:
                 break
         if not self.cursor.batch or (batches not in (None, self.cursor.batch) and not self._is_over()):
-            has = "no length" if batches is None else f"length {batches}"
-            raise DataError(f"the training loader has {has} and gave {self.cursor.batch} batches; it must not change")
+            raise_other_length(self.cursor.loader, batches, str(self.cursor.batch))
         self._close_epoch(bar)
 
     def _own_rows(self, batch: Any, where: str) -> tuple[Any, float]:
@@ -176,7 +176,7 @@ class TrainingLoop:
                     waiting = []
                 continue
             if seen > batches:
-                raise DataError(f"the training loader has length {batches} and gave more batches; it must not change")
+                raise_other_length(self.cursor.loader, batches, "more")
             first_of_step = (seen - 1) // accumulate * accumulate
             yield batch, seen, seen % accumulate == 0 or seen == batches, min(accumulate, batches - first_of_step)
         yield from _one_step(waiting, self.cursor.batch)
@@ -465,7 +465,7 @@ def _forward(
         raise TrainingError(f"{where}: the loss cannot be computed (tensors of shape {shapes_of(batch)}): {why}") from error
     if wrong := no_scalar(losses):
         raise TrainingError(f"{where}: the objective wants scalar tensors by name, got {wrong}; reduce each to its mean")
-    total = torch.stack([loss.float() for loss in losses.values()]).sum()
+    total = torch.stack([in_fp32(loss) for loss in losses.values()]).sum()
     if check and not math.isfinite(total.item()):
         check_batch_has_rows(batch, where)
         raise TrainingError(why_not_finite(run.model, losses, batch, where))

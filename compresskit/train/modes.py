@@ -12,6 +12,7 @@ from collections.abc import Callable
 from torch import nn
 
 from compresskit.base import distributed
+from compresskit.graph.tracing import set_modes_
 
 log = logging.getLogger(__name__)
 
@@ -74,9 +75,7 @@ def call_and_share_(call: Callable[[], None], model: nn.Module) -> None:
         return [module.training for module in modules], [parameter.requires_grad for parameter in parameters]
 
     modes, trained = distributed.on_rank_zero(left)
-    for module, training in zip(modules, modes, strict=True):
-        if module.training != training:
-            module.training = training
+    set_modes_(zip(modules, modes, strict=True))
     for parameter, requires_grad in zip(parameters, trained, strict=True):
         if parameter.requires_grad != requires_grad:
             parameter.requires_grad_(requires_grad)

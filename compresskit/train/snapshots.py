@@ -7,13 +7,14 @@ from torch import Tensor, nn
 
 from compresskit import mixed
 from compresskit.base.errors import ModelError, SettingError
+from compresskit.mixed.formats.casts import in_fp32
 
 SNAPSHOTS = "snapshots.safetensors"
 Snapshots = dict[float, dict[str, Tensor]]
 
 
 def fill_snapshots_(snapshots: Snapshots | None, model: nn.Module, run: mixed.Run, step: int, steps: int) -> None:
-    """Fill every empty snapshot whose fraction of the training is reached with the weights in fp32 and the buffers, by name.
+    """Fill every empty snapshot whose fraction of the training is reached: weights and buffers by name, half ones in fp32.
 
     Args:
         snapshots: fraction of the training, in [0, 1), -> a dict that is empty or filled already; None for no snapshots.
@@ -31,7 +32,7 @@ def fill_snapshots_(snapshots: Snapshots | None, model: nn.Module, run: mixed.Ru
         if not state and step >= round(fraction * steps):
             stored = model.state_dict().keys()
             values = run.named_masters() | {name: buffer for name, buffer in model.named_buffers() if name in stored}
-            state.update({n: (v.float() if v.is_floating_point() else v).detach().clone() for n, v in values.items()})
+            state.update({n: in_fp32(v).detach().clone() for n, v in values.items()})
 
 
 def rewind_(model: nn.Module, state: dict[str, Tensor]) -> nn.Module:

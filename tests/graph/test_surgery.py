@@ -41,6 +41,31 @@ def test_modes_are_restored() -> None:
     assert [m.training for m in model] == [True, False]
 
 
+class Told(nn.Linear):
+    """It has a table in eval mode alone, which `train` makes, as the position biases of LeViT."""
+
+    def train(self, mode: bool = True) -> Told:
+        super().train(mode)
+        vars(self).pop("table", None)
+        if not mode:
+            self.table = self.weight.detach() + 0
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.weight if self.training else self.table)
+
+
+@pytest.mark.parametrize("outer", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+def test_modules_are_told_that_their_mode_is_restored(outer, training) -> None:
+    model = nn.Sequential(Told(2, 2), Told(2, 2), nn.Sequential(Told(2, 2))).train(outer)
+    model[1].train(not outer)
+    with surgery.mode(model, training=training):
+        assert model(torch.ones(1, 2)).shape == (1, 2)
+    assert [module.training for module in model.modules()] == [outer, outer, not outer, outer, outer]
+    assert [hasattr(module, "table") for module in (model[0], model[1], model[2][0])] == [not outer, outer, not outer]
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_attention_has_no_fast_path_inside_a_mode(enabled) -> None:
     before = torch.backends.mha.get_fastpath_enabled()

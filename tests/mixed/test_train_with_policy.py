@@ -81,3 +81,30 @@ def test_train_passes_layout_and_backend_on(monkeypatch) -> None:
     assert [(kwargs["flat"], kwargs["backend"]) for kwargs in seen] == [(True, None), (False, "compiled")]
     with pytest.raises(SettingError, match=r"Train\(backend=...\): wanted None, 'foreach' or 'compiled', got 'fast'"):
         ck.Train(epochs=1, backend="fast")
+
+
+def test_accumulated_losses_of_a_float64_model_keep_their_precision() -> None:
+    data = [(x.double(), y) for x, y in batches()[:3]]
+    model = net().double().eval()  # the same statistics in all batches
+    for x, y in data:
+        (nn.functional.cross_entropy(model(x), y) / 3).backward()
+    wanted = {name: p.grad for name, p in model.named_parameters()}
+    again = net().double().eval()
+    run = prepare(again, torch.optim.SGD(again.parameters(), lr=0.1))
+    with run.accumulate(3):
+        for x, y in data:
+            run.backward(nn.functional.cross_entropy(run(x), y))
+    assert all(torch.equal(grad, wanted[name]) for name, grad in run.unscaled().items())
+
+
+def test_a_training_of_a_float64_model_keeps_the_precision_of_its_losses() -> None:
+    data = [(x.flatten(1).double(), y) for x, y in batches()[:3]]
+    model, snapshots = nn.Linear(108, 4).double(), {0.0: {}}
+    before = model.weight.detach().clone()
+    for x, y in data:
+        (nn.functional.cross_entropy(model(x), y) / 3).backward()
+    wanted = before - model.weight.grad
+    how = ck.Train(epochs=1, accumulate=3, optimizer=functools.partial(torch.optim.SGD, lr=1.0))
+    ck.fit_(model, ck.Task(train=data, snapshots=snapshots), how)
+    assert torch.equal(snapshots[0.0]["weight"], before)
+    torch.testing.assert_close(model.weight.detach(), wanted, atol=1e-14, rtol=1e-13)

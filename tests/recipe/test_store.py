@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 import torch
 from networks import image
+from safetensors.torch import load_file
 from torch import nn
 
 import compresskit as ck
 from compresskit import prune
 from compresskit.base.errors import CheckpointError, ModelError, SettingError
 from compresskit.graph.masks import masks_of
+from compresskit.recipe import store
 from compresskit.recipe.store import _outside
 
 
@@ -128,6 +130,60 @@ def test_masks_of_other_shapes_are_refused_before_a_file_is_written(tmp_path) ->
     with pytest.raises(ModelError, match=r"weight: the mask is for shape \(4, 8\), this Linear has \(4, 6\)"):
         ck.save(model, tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
+
+
+def broken_masks() -> nn.Module:
+    """A masked model whose removed weights a loop without `enforce_masks_` has filled."""
+    model = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4))
+    prune.plan_mask(model, ck.remove(weights=0.5)).apply_(model)
+    with torch.no_grad():
+        model[0].weight += 0.1
+    return model
+
+
+@pytest.mark.parametrize("kind", ["float", "in a model", "qat"])
+def test_masks_that_are_not_in_force_are_refused_before_a_file_is_written(kind, tmp_path) -> None:
+    model = broken_masks()
+    if kind == "in a model":
+        model = nn.Sequential(model, nn.Linear(4, 2))
+    if kind == "qat":
+        masks_of(model).zero_(model)
+        model = ck.quant.prepare_qat(model, [torch.randn(4, 8)])
+        with torch.no_grad():
+            for name in masks_of(model).masks:
+                model.get_parameter(name).add_(0.1)
+    said = (
+        r"^save: \d+ weights of .*weight that its mask removes are not zero.*, or steps without enforce_masks_; load the pruned"
+    )
+    with pytest.raises(ModelError, match=said):
+        ck.save(model, tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+    masks_of(model).zero_(model)
+    ck.save(model, tmp_path / "saved")
+    fresh = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4))
+    loaded = ck.load(nn.Sequential(fresh, nn.Linear(4, 2)) if kind == "in a model" else fresh, tmp_path / "saved")
+    assert masks_of(loaded).removed == masks_of(model).removed
+
+
+def test_a_folder_with_masks_that_were_not_in_force_can_be_repaired(tmp_path, monkeypatch) -> None:
+    """Earlier versions wrote such folders; what the message says is done here."""
+    model = broken_masks()
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "check_removed_are_zero", lambda *_: None)
+        ck.save(model, tmp_path)
+    fresh = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4))
+    said = (
+        r"masks\.safetensors: \d+ weights of 0\.weight are not zero that it removes \(it is of another model, or an earlier"
+        r" compresskit saved one .* model\.load_state_dict\(load_file\('model\.safetensors'\)\), and the masks,"
+    )
+    with pytest.raises(CheckpointError, match=said):
+        ck.load(fresh, tmp_path)
+    fresh.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    prune.Masks.from_state(load_file(tmp_path / "masks.safetensors"), fresh).apply_(fresh)
+    ck.save(fresh, tmp_path)
+    loaded = ck.load(nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4)), tmp_path)
+    masks_of(model).zero_(model)
+    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in model.state_dict().items())
 
 
 def test_a_file_where_the_folder_should_be_is_refused(tmp_path) -> None:

@@ -10,11 +10,12 @@ from types import SimpleNamespace
 import pytest
 
 from compresskit.quant.numerics.targets import X86
-from compresskit.search.candidate import Candidate, Removable
+from compresskit.search.candidate import UNCOMPRESSED, Candidate, Removable
 from compresskit.search.explore import Explorer, asks_for_more, between, further, in_float, nearly_enough, nearly_within
 from compresskit.search.figures import Figures
 from compresskit.search.latency.stopwatch import Stopwatch
 from compresskit.search.outcome import Tried
+from compresskit.search.study import CandidateStudy
 from compresskit.search.workers import Worker
 
 DENSE = Figures(metric=1.0, drop=0.0, latency=5.0, bytes=36, macs=100)
@@ -52,7 +53,7 @@ def explorer(tmp_path, monkeypatch):
     def explorer(make) -> Explorer:
         shop = SimpleNamespace(
             trains=False, gains_by_dynamic=False, has_large_tables=False, out=tmp_path, storages=("float", "int8", "int4"),
-            seed=0, target=X86, make=lambda candidate, *_: make(candidate),
+            seed=0, target=X86, make=lambda candidate, *_: make(candidate), measured=dict,
         )  # fmt: skip
         return Explorer(
             workshop=shop, stopwatch=SimpleNamespace(surely=lambda ms: ms), worker=Worker(tmp_path), dense=DENSE,
@@ -96,6 +97,16 @@ def test_a_candidate_whose_folder_is_gone_and_that_cannot_be_made_again_ends_no_
     assert first - again == {gone.name}
 
 
+def test_what_was_measured_for_another_budget_takes_part_and_is_no_trial(explorer) -> None:
+    found, (elsewhere, first) = explorer(made), (Candidate(macs=0.9, bits="float"), Candidate())
+    found.workshop.measured = lambda: {candidate: made(candidate) for candidate in (elsewhere, first)}
+    with found.worker.at_work():
+        tried = [entry.candidate for entry in found.explore()]
+    assert len(tried) == 4 + 1
+    assert tried[-1] == elsewhere
+    assert tried.count(first) == 1
+
+
 def tried_of(**entries: tuple[float, float]) -> dict[Candidate, Tried]:
     """Of candidates by the hundredths of the MACs that stay: (drop, latency)."""
     found = {}
@@ -104,6 +115,66 @@ def tried_of(**entries: tuple[float, float]) -> dict[Candidate, Tried]:
         figures = Figures(metric=1.0, drop=drop, latency=latency, bytes=9, macs=9)
         found[candidate] = Tried(candidate=candidate, figures=figures)
     return found
+
+
+def over_latency(explorer: Explorer, latency, too_slow) -> list[Tried]:
+    """What a search with a ceiling of 1 ms tries. latency: of a candidate. too_slow: what its filter predicts."""
+    shop = SimpleNamespace(**vars(explorer.workshop) | {"make": lambda c, *_: replace(made(c), latency=latency(c))})
+    told = SimpleNamespace(margin=0.1, learn=lambda *_: None, too_slow=too_slow)
+    slow = replace(explorer, workshop=shop, ceilings={"latency": 1.0}, judged=("latency",), trials=6, filter=told)
+    with slow.worker.at_work():
+        return slow.explore()
+
+
+def test_only_candidates_that_keep_the_latency_speak_for_those_with_less_left(explorer) -> None:
+    """What removes no less than one of them is made without a prediction."""
+    given = []
+    entries = over_latency(explorer(made), lambda c: 2 * c.macs, lambda _, fast: given.append(fast))
+    latencies = {entry.candidate: entry.figures.latency for entry in entries}
+    assert all(latencies[candidate] <= 1 for fast in given for candidate in fast)
+    assert Candidate(macs=0.5) in given[-1]
+
+
+def test_a_candidate_made_in_spite_of_its_prediction_is_returned_once(explorer) -> None:
+    """All are over the ceiling, so that some of those that are skipped are made to see whether predictions are right."""
+    entries = over_latency(explorer(made), lambda _: 5.0, lambda c, _: 4.0 if c.macs < 1 else None)
+    names = [entry.candidate.name for entry in entries]
+    assert len(names) == len(set(names))
+    assert any(entry.figures is None and entry.predicted == 4.0 for entry in entries)
+    assert any(entry.figures is not None and entry.candidate.macs < 1 for entry in entries)
+
+
+def test_the_sampler_is_told_by_how_much_a_candidate_is_over_the_ceiling(explorer, monkeypatch) -> None:
+    told, tell = [], CandidateStudy.tell
+    monkeypatch.setattr(CandidateStudy, "tell", lambda study, trial, *args: (told.append(args), tell(study, trial, *args)))
+    explored(explorer(made))
+    over = {round(1000 * (1 - drop)): over for (drop, _), (over,) in told}  # by the size, of which 900 are allowed
+    assert over.pop(1000) == pytest.approx(1 / 9)
+    assert over.pop(500) == over.pop(250) == 0
+
+
+@pytest.mark.parametrize(("trains", "most"), [(False, 4), (True, 6)])
+def test_of_the_blocks_half_may_go_and_three_quarters_where_candidates_are_trained(explorer, trains, most, monkeypatch) -> None:
+    def study(*args, **settings):
+        raise Waits(settings["most"]["blocks"])
+
+    monkeypatch.setattr("compresskit.search.explore.CandidateStudy", study)
+    found = explorer(made)
+    found.workshop.trains = trains
+    with pytest.raises(Waits, match=str(most)):
+        replace(found, order=Removable(blocks=tuple("abcdefgh"))).explore()
+
+
+def test_predictions_are_doubted_of_the_precision_of_which_fewest_were_measured(explorer) -> None:
+    by_latency = replace(explorer(made), ceilings={"latency": 1.0}, judged=("latency",))
+    tried = tried_of(m100=(0.0, 4.0), m50=(0.1, 2.0))
+    predictions = {Candidate(macs=0.25): 1.2, Candidate(macs=0.35): 1.3}
+    predictions |= {Candidate(bits="float", macs=0.25): 1.5, Candidate(bits="float", macs=0.5): 1.6}
+    assert by_latency._doubted(tried, predictions) == Candidate(bits="float", macs=0.25)
+    dense = {UNCOMPRESSED: Tried(candidate=UNCOMPRESSED, figures=replace(DENSE, latency=0.9))}
+    assert by_latency._doubted(tried | dense, predictions) == Candidate(bits="float", macs=0.25)  # it was there before
+    assert by_latency._doubted(tried | tried_of(m15=(0.2, 0.9)), predictions) is None  # one keeps the ceiling
+    assert by_latency._doubted(tried | tried_of(m25=(0.2, 1.1)), predictions) is None  # one of four was made
 
 
 def test_a_candidate_halfway_to_the_ceiling_is_proposed_until_none_is_left() -> None:
@@ -190,6 +261,8 @@ def test_a_little_more_is_removed_of_what_nearly_keeps_the_ceilings_and_loses_le
     assert nearly_enough(within | of(0.3, 1.04, macs=0.5, bits="dynamic"), ceilings, 0) is None  # it loses more
     assert nearly_enough(within | of(0.05, 1.3, macs=0.5, bits="dynamic"), ceilings, 0) is None  # far off
     assert nearly_enough(within | of(0.05, 1.04, macs=0.5), ceilings, 0) is None  # `between` halves that
+    placed = of(0.2, 0.9, macs=0.25, effort="balanced")
+    assert nearly_enough(placed | of(0.05, 1.04, macs=0.5), ceilings, 0) == Candidate(macs=0.45)  # of another effort
     cut = of(0.05, 1.04, macs=0.1, bits="dynamic")
     assert nearly_enough(within | cut, ceilings, 1) == Candidate(macs=0.1, bits="dynamic", blocks=1)
     assert nearly_enough(within | cut, ceilings, 0) is None  # nothing is left to remove
@@ -223,6 +296,7 @@ def test_operators_are_placed_by_measurement_where_that_may_keep_the_ceiling() -
     assert nearly_within(tried, {"latency": 1.06}) is None  # what loses less was placed already
     tried |= {replace(c, effort="balanced"): t for c, t in tried_of(m50=(0.2, 0.99)).items()}
     assert nearly_within(tried, {"latency": 1.0}) is None
+    assert nearly_within(tried_of(m70=(0.3, 1.1), m50=(0.2, 0.9)), {"latency": 1.0}) is None  # it loses more than one within
     float_one = {replace(c, bits="float"): t for c, t in tried_of(m50=(0.2, 1.05)).items()}
     assert nearly_within(float_one, {"latency": 1.0}) is None  # it has no effort
 

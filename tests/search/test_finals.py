@@ -16,7 +16,7 @@ import compresskit as ck
 from compresskit.base.task import MetricError, accuracy
 from compresskit.export.files import DiskError
 from compresskit.search.candidate import Candidate, Removable
-from compresskit.search.compress import _reason
+from compresskit.search.compress import _reason, _refuse_unreachable
 from compresskit.search.figures import Figures
 from compresskit.search.finals.finalists import Finals
 from compresskit.search.latency.stopwatch import Stopwatch
@@ -213,6 +213,20 @@ def test_times_of_files_without_training_have_to_be_less_by_more_than_the_noise(
     assert finals.next_untrained([best, near], best) is None
 
 
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_drop_at_its_ceiling_is_expected_to_keep_it(trains, finals) -> None:
+    """0.91 - 0.905 is a little more than 0.005 in binary."""
+    train, ceiling = (finals.train, 0.0025) if trains else (None, 0.005)  # a training is expected to leave half
+    finals = replace(finals, train=train, ceilings={"drop": ceiling}, minimise="latency")
+    found = Figures(metric=0.905, drop=0.91 - 0.905, latency=1.0, bytes=CEILING, macs=1)
+    fast = Tried(candidate=HALF, figures=found)
+    slow = Tried(candidate=WHOLE, figures=replace(found, metric=0.909, drop=0.91 - 0.909, latency=2.0))
+    assert fast.figures.drop > 0.005
+    assert finals.next_finalist([slow, fast], None) is fast
+    over = replace(fast, figures=replace(found, metric=0.9049, drop=0.0051))
+    assert finals.next_finalist([slow, over], None) is slow
+
+
 def test_the_search_says_why_a_file_is_without_training(model, task, tmp_path, monkeypatch) -> None:
     """The metadata of a file tell of its training, and take bytes."""
     plain = ck.compress(model, task, ck.at_most(bytes="0.5x"), out=tmp_path / "plain", **{**QUICK, "trials": 1})
@@ -282,6 +296,18 @@ def test_a_budget_that_none_meets_has_the_reason_why_others_could_not_be_made(mo
         match=r"the nearest that can is .*; [34] of \d candidates could not be made: it has no channels \([23] of them",
     ):
         ck.compress(model, task, ck.at_most(bytes=10), out=tmp_path / "s", **{**QUICK, "trials": 3})
+
+
+@pytest.mark.parametrize(("part", "trains"), [(True, True), (False, True), (True, False), (False, False)])
+def test_the_nearest_budget_before_a_training_has_the_drop_that_was_asked_for(part, trains, tmp_path) -> None:
+    """What is lost without a training says neither which candidate is nearest nor which drop can be asked for."""
+    budget = ck.at_most(bytes=100, drop=0.1)
+    candidates = [tried(QUARTER, 9.0, 200), tried(WHOLE, 0.15, 300)]
+    with pytest.raises(ck.ModelError, match="none of 2 candidates meets") as raised:
+        _refuse_unreachable(candidates, budget, {"bytes": 100.0, "drop": 0.1}, tmp_path, part=part, trains=trains)
+    nearest = "at_most(bytes=1224, drop=0.1)" if trains else "at_most(bytes=556, drop=0.15)"
+    held_out = " (its drop is that of the held-out data)" if part and not trains else ""
+    assert f"the nearest that can is {nearest}{held_out}; ask for that" in str(raised.value)
 
 
 @pytest.mark.usefixtures("by_formula")

@@ -13,10 +13,12 @@ import torch
 import compresskit as ck
 from compresskit.search.candidate import Candidate, Removable
 from compresskit.search.ceilings import Ceiling
+from compresskit.search.compress import _study_name
 from compresskit.search.figures import Figures
 from compresskit.search.finals import minutes, training
 from compresskit.search.finals.finalists import Finals
 from compresskit.search.finals.minutes import StepTimer
+from compresskit.search.finals.rungs import _Rivals
 from compresskit.search.outcome import Tried
 from compresskit.search.proxy.workshop import Workshop
 from compresskit.search.workers import Worker
@@ -72,12 +74,47 @@ def test_finalists_none_of_which_is_given_up_share_the_minutes(shop, clock) -> N
     assert steps(shop, finalists=3, in_full=True) == 40
 
 
+def test_the_length_of_a_training_stays_where_more_finalists_are_asked_for(shop, clock) -> None:
+    """Those that were trained are still finalists; another search of the folder has a length of its own."""
+    clock(2, 2, 0)
+    assert steps(shop, search="one") == 120
+    assert steps(shop, search="one", finalists=3) == 120
+    assert steps(shop, search="other", finalists=3) == 80
+    assert steps(shop, search="one", finalists=3, train=replace(TRAIN, clip=1.0)) == 80
+
+
 def test_epochs_between_measurements_are_counted_in_steps(shop, clock) -> None:
     clock(0.002, 0.002, 0)
     epochs = replace(TRAIN, steps=None, epochs=10, validate_every=2)
     of_epoch = epochs.length(shop.task).steps_per_epoch
     found = training.training_within(shop, epochs, Ceiling(value=1), finalists=1, fills=False)
     assert (found.steps, found.validate_every) == (10 * of_epoch, 2 * of_epoch)
+
+
+def test_what_decides_by_the_metric_has_it_after_every_epoch(shop, clock) -> None:
+    """Patience and the best weights, as in a training by itself; finalists are compared after quarters at least."""
+
+    def every(train: ck.Train) -> int:
+        return training.training_within(shop, train, None, finalists=1, fills=False).validate_every
+
+    best = replace(TRAIN, steps=None, epochs=40, keep_best=True)
+    of_epoch = best.length(shop.task).steps_per_epoch
+    assert every(best) == 1
+    assert every(replace(TRAIN, steps=40, patience=2)) == of_epoch == 3
+    assert every(replace(TRAIN, patience=2)) == every(TRAIN) == 2
+    clock(2, 2, 6)
+    found = training.training_within(shop, best, Ceiling(value=1), finalists=1, fills=True)
+    assert (found.validate_every, found.steps) == (of_epoch, 14)  # (60 s - 4 * 6 s) / (0.5 s + 6 s / 3)
+
+
+@pytest.mark.parametrize("candidate", [Candidate(), SECOND, Candidate(macs=0.5, bits="int4"), Candidate(bits="int4")])
+def test_all_of_a_training_has_the_settings_of_the_user(candidate) -> None:
+    """Of QAT all but those that say how long it is, and by which rates it trains towards what."""
+    given = {"keep_best": True, "patience": 3, "flat": True, "backend": "foreach", "clip": 2.0, "validate_every": 2}
+    stages = candidate.stages(order=Removable(), samples=8, train=ck.Train(epochs=8, **given))
+    parts = [part for stage in stages if isinstance(part := vars(stage).get("finetune") or stage, ck.Train)]
+    assert parts
+    assert all(given.items() <= vars(part).items() for part in parts)
 
 
 def test_a_step_with_rounding_is_measured(shop) -> None:
@@ -160,6 +197,29 @@ def test_trainings_end_with_the_minutes(seconds, short, stopped, finals) -> None
     assert [t.stopped for t in again] == [t.stopped for t in tried]
 
 
+def test_the_minutes_of_another_training_are_not_of_this_one(finals) -> None:
+    """Nor are its candidates rivals of those of this one."""
+    finals.seconds = 20
+    tried = candidates()
+    assert finals.run(tried, 1) is tried[0]
+    other = replace(finals, train=replace(TRAIN, clip=1.0))
+    again = candidates()
+    assert other.run(again, 1) is again[0]
+    assert (again[0].untrained, len(other.study.trials)) == (False, 2)
+    first, second = other.study.trials
+    rivals = _Rivals(other.study, second.user_attrs["folder"]).get_trials(deepcopy=False)
+    assert [trial.number for trial in rivals] == [second.number] != [first.number]
+
+
+def test_a_search_is_named_by_the_training_that_was_asked_for() -> None:
+    """Also with minutes, which say how long it is: another one would find them spent."""
+    for given in ({}, {"minutes": 1}):
+        budget = ck.at_most(bytes=1000, **given)
+        names = [_study_name(budget, train) for train in (None, TRAIN, replace(TRAIN, clip=1.0))]
+        assert len(set(names)) == 3
+        assert _study_name(budget, replace(TRAIN)) == names[1]
+
+
 def test_a_training_that_cannot_be_given_up_is_begun_only_where_it_fits(finals) -> None:
     finals.ceilings, finals.minimise, finals.seconds = {"drop": 0.4}, "bytes", 75
     tried = candidates()
@@ -168,6 +228,25 @@ def test_a_training_that_cannot_be_given_up_is_begun_only_where_it_fits(finals) 
     finals.seconds = 85
     finals.run(tried, 3)
     assert [t.trained is not None for t in tried] == [True, True, False]
+
+
+def test_a_metric_that_is_measured_often_is_compared_after_each_quarter(finals, monkeypatch) -> None:
+    """One of the first steps is no quarter, and says less than that of others."""
+
+    def run(self, candidate, recipe, *, trains=True):
+        for step in range(1, 11):
+            watched(SimpleNamespace(stage="1-qat", training="QAT", step=step, steps=10, metric=step / 10))
+        return candidate
+
+    def recipe(self, candidate, on_step=None, **settings):
+        nonlocal watched
+        watched = on_step
+
+    watched = None
+    for name, patched in {"_run": run, "recipe": recipe}.items():
+        monkeypatch.setattr(Finals, name, patched)
+    assert finals.run(candidates()[:1], 1)
+    assert finals.study.trials[0].intermediate_values == {1: 0.3, 2: 0.5, 3: 0.8, 4: 1.0}
 
 
 def told_of_the_end(caplog) -> int:

@@ -102,6 +102,18 @@ def test_those_that_lose_least_and_those_that_keep_most_are_trained(trainings) -
     assert len(trainings.chosen(many)) == MOST_SHORT
 
 
+def test_a_cut_promises_what_the_better_of_its_efforts_loses(trainings) -> None:
+    fast, balanced = tried(0.3, work=10, size=10, blocks=1), tried(0.1, work=10, size=10, blocks=1, effort="balanced")
+    other = tried(0.2, work=5, size=20, blocks=2)
+    assert list(trainings.chosen([fast, balanced, other])) == [fast.candidate, other.candidate]
+
+
+def test_seconds_of_all_short_trainings_are_counted(trainings, monkeypatch) -> None:
+    monkeypatch.setattr(ShortTrainings, "_outcome", lambda *_: {"drop": 0.1, "seconds": 4.0, "training": 1.5})
+    trainings.enter_([tried(0.5, macs=0.5), tried(0.6, macs=0.3)])
+    assert trainings.finals.short_seconds == 3.0
+
+
 def test_one_that_others_are_ahead_of_in_all_ways_is_not_trained(trainings) -> None:
     best, behind = tried(0.1, work=90, size=90, blocks=1), tried(0.2, work=80, size=80, blocks=2)
     other, behind_both = tried(0.3, work=95, size=85, blocks=3), tried(0.3, work=80, size=80, blocks=4)
@@ -132,6 +144,15 @@ def test_where_the_drop_has_a_ceiling_candidates_of_all_speeds_are_trained(with_
     chosen = with_ceiling.chosen([enough, *many])
     assert list(chosen) == [t.candidate for t in many[1::2]]  # of each two that which loses less
     assert list(with_ceiling.chosen([*many[::-1], enough])) == list(chosen)
+
+
+def test_of_each_part_that_is_trained_which_promises_most_in_loss_work_and_size_together(with_ceiling) -> None:
+    """Not the one that loses a little less now, and has a fifth of the MACs and of the bytes left."""
+    sure = timed(4.0, 0.05, blocks=1)
+    many = [tried(0.9 - 0.001 * (k % 2), (500, 100)[k % 2], (500, 100)[k % 2], blocks=k + 2) for k in range(2 * MOST_SHORT)]
+    for k, t in enumerate(many):
+        t.figures = replace(t.figures, latency=1 + 0.1 * k)
+    assert list(with_ceiling.chosen([sure, *many])) == [t.candidate for t in many[::2]]
 
 
 def test_the_fastest_that_is_expected_to_keep_the_drop_becomes_a_finalist(with_ceiling) -> None:
@@ -260,6 +281,7 @@ def test_the_first_finalist_keeps_the_latency_by_more_than_its_noise(with_fastes
     near, sure, over = timed(0.99, 0.1, blocks=1), timed(0.9, 0.3, blocks=2), timed(1.01, 0.0, blocks=3)
     assert finals.next_finalist([near, sure, over], None) is sure
     assert with_fastest.chosen([near, sure, over]) == {}  # it becomes the finalist, so that neither is trained before
+    assert with_fastest.chosen([timed(0.99, 0.1, work=50, blocks=1), sure]) == {}  # neither is ahead of the other
     assert finals.next_finalist([near, over], None) is near  # better than none
     sure.trained = sure.figures
     assert finals.next_finalist([near, sure, over], sure) is near  # there is a file already

@@ -189,6 +189,23 @@ def test_a_lock_that_a_killed_process_left_in_a_folder_that_was_moved_holds_up_n
         assert study.finished() == [candidate]
 
 
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_trial_whose_process_was_killed_while_it_told_it_is_told(skips, tmp_path) -> None:
+    """The constraints that it had told are there, and Optuna warns of those that are told again."""
+    worker = Worker(tmp_path)
+    with worker.at_work():
+        study = CandidateStudy(tmp_path, "s", worker, objectives=1, most={}, first=[Candidate()], seed=0)
+        trial, _ = study.ask(1)
+        trial.set_constraint("ceiling 0", 0.5)
+        trial.set_constraint("predicted", 0.5)
+        if skips:
+            study.skip(trial, 9.0, 0.5)
+        else:
+            study.tell(trial, [1.0], [0.5, 0.25])
+        (told,) = study.study.get_trials()
+        assert told.constraints == {"ceiling 0": 0.5, "predicted": 0.5} | ({} if skips else {"ceiling 1": 0.25})
+
+
 def test_a_proposal_comes_next_and_once(tmp_path) -> None:
     worker, wanted = Worker(tmp_path), Candidate(macs=0.3, effort="balanced")
     with worker.at_work():

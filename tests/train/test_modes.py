@@ -67,3 +67,34 @@ def test_a_recipe_keeps_modes_through_its_stages(tmp_path, caplog: pytest.LogCap
     pruned = ck.Prune(budget=ck.keep(channels=0.5), finetune=ONCE)(model, TASK)
     assert "fine-tune: 0 (1 in all) stays in eval mode" in caplog.text
     assert given_modes(pruned) == {"0": False}
+
+
+class Merging(nn.Linear):
+    """Its scale is merged for eval mode, and kept until it is told to train, as are the position biases of LeViT."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 4)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.merged: Tensor | None = None
+
+    def train(self, mode: bool = True) -> Merging:
+        super().train(mode)
+        self.merged = None if mode else self.merged
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training or self.merged is None:
+            weight = self.weight * self.scale
+            self.merged = self.merged if self.training else weight.detach()
+        else:
+            weight = self.merged
+        return nn.functional.linear(x, weight, self.bias)
+
+
+def test_what_a_model_keeps_for_eval_mode_is_that_of_its_trained_weights() -> None:
+    """Each epoch validates in eval mode; the training after it forgets what was kept there."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Identity(), Merging())
+    ck.Train(epochs=3, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))(model, TASK)
+    x = BATCHES[0][0]
+    assert torch.equal(model(x), copy.deepcopy(model).train().eval()(x))

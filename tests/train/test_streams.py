@@ -8,7 +8,7 @@ from itertools import count
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import compresskit as ck
 from compresskit.base.errors import DataError, Interrupted, SettingError
@@ -29,6 +29,25 @@ class Stream(IterableDataset):
     def __iter__(self):
         for i in count() if self.samples is None else range(self.samples):
             yield X[i % 40] + 0.1 * torch.rand(()), Y[i % 40]
+
+
+class Shared(IterableDataset):
+    """Samples, or whole batches, that the workers share as the page of torch says."""
+
+    def __init__(self, items: list, length: int | None = None) -> None:
+        self.items, self.length = items, len(items) if length is None else length
+
+    def __iter__(self):
+        worker = get_worker_info()
+        yield from self.items[worker.id :: worker.num_workers] if worker else self.items
+
+    def __len__(self) -> int:
+        return self.length
+
+
+def shared(samples: int, workers: int, *, drop_last: bool = False) -> DataLoader:
+    items = [(X[i % 40], Y[i % 40]) for i in range(samples)]
+    return DataLoader(Shared(items), batch_size=8, num_workers=workers, drop_last=drop_last)
 
 
 def network() -> nn.Sequential:
@@ -116,3 +135,49 @@ def test_epochs_of_unknown_length_are_refused_before_anything_runs(tmp_path) -> 
 def test_a_stream_that_is_empty_is_refused() -> None:
     with pytest.raises(DataError, match="the training loader has no length and gave 0 batches"):
         fit_(network(), stream_task(0), ck.Train(steps=3))
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_workers_that_end_in_batches_of_their_own_leave_the_length_unknown(drop_last: bool) -> None:
+    """DataLoader guesses 3 or 4 batches of 26 samples: its two workers give 4, or 2."""
+    train, told = shared(26, 2, drop_last=drop_last), []
+    wrong = len(train)
+    said = rf"its number of batches is not known beforehand \(DataLoader guesses {wrong}, but each of its 2 workers may end in a"
+    with pytest.raises(DataError, match=said + r" smaller batch.* Train\(steps=...\), or .* with num_workers=1 at most"):
+        fit_(network(), ck.Task(train=train), ck.Train(epochs=1))
+    fit_(network(), ck.Task(train=train), ck.Train(steps=6, accumulate=1, on_epoch=told.append))
+    ends = [2, 4, 6] if drop_last else [4, 6]
+    assert [(report.step, report.epochs) for report in told] == [(step, None) for step in ends]
+
+
+@pytest.mark.parametrize(("samples", "workers"), [(26, 1), (32, 2)])
+def test_a_length_that_workers_do_not_change_is_known(samples: int, workers: int) -> None:
+    told: list = []
+    fit_(network(), ck.Task(train=shared(samples, workers)), ck.Train(epochs=1, on_epoch=told.append))
+    assert [report.step for report in told] == [4]
+
+
+def test_the_length_of_a_data_set_that_makes_the_batches_is_known() -> None:
+    told: list = []
+    train = DataLoader(Shared(BATCHES), batch_size=None, num_workers=2)
+    fit_(network(), ck.Task(train=train), ck.Train(epochs=1, on_epoch=told.append))
+    assert [report.step for report in told] == [5]
+
+
+def test_a_guess_will_do_for_what_is_not_trained_on() -> None:
+    loader = shared(26, 2)
+    task = ck.Task(val=loader, calibration=loader)
+    model = network().eval()
+    assert repr(task) == "Task(val=DataLoader of 4, calibration=DataLoader of 4)"
+    assert repr(stream_task()).startswith("Task(val=list of 5, train=DataLoader")
+    assert ck.evaluate(model, task) == ck.evaluate(model, ck.Task(val=list(loader)))
+    x = X[:4]
+    ranges = [ck.StaticQuant(samples=26)(model, ck.Task(val=data, calibration=data)) for data in (loader, list(loader))]
+    assert torch.equal(ranges[0](x), ranges[1](x))
+
+
+def test_an_iterable_dataset_with_a_wrong_length_is_told_what_it_counts() -> None:
+    items = [(X[i], Y[i]) for i in range(40)]
+    said = r"has length 2 and gave more batches; it must not change; the __len__ of an IterableDataset counts the samples of all"
+    with pytest.raises(DataError, match=said):
+        fit_(network(), ck.Task(train=DataLoader(Shared(items, 16), 8)), ck.Train(epochs=1))

@@ -285,7 +285,7 @@ def _fill(folder: Path, teacher: Teacher, task: Task, record: dict[str, Any], ki
     shape: tuple[int, ...] | None = None
     names = ("keys", "values", *(("index", "rest") if record["top"] else ()))
     files = {name: (folder / f"{name}.bin").open("wb") for name in names}
-    batches, room_checked = task.known_length("train") or 1, False
+    batches, room_checked = task.known_length("train", about=True) or 1, False
     try:
         for batch in (batch for _ in range(views) for batch in task.batches("train")):
             inputs = task.inputs(batch)

@@ -53,11 +53,12 @@ HELD_OUT = 0.25  # of the rows of each batch, which choose the damping
 def refit_stream_(model: nn.Module, dense: nn.Module, paths: Sequence[str], batches: Iterable[AnyInputs]) -> dict[str, float]:
     """Fit, in place, the layers that write into the stream of a model whose blocks were removed.
 
-    Nothing is changed if the outputs of the whole model come no nearer to the dense model's than with BatchNorm re-estimated
-    alone, on the last batch, which the fit does not read where there are others, or where the model cannot be captured as a
-    graph. Grouped and transposed convolutions, layers with tied weights, layers of more than 6144 inputs and those behind which
-    the stream goes through more than activations and LayerNorm are left as they are. Where all blocks are in a part that is
-    called several times, such as the encoder of a Siamese network, that part is fitted, on what it gets in all calls.
+    Nothing is changed, no statistics of BatchNorm either, where no layer can be fitted, where the model cannot be captured as a
+    graph, or if the outputs of the whole model come no nearer to the dense model's than with BatchNorm re-estimated alone, on the
+    last batch, which the fit does not read where there are others. Grouped and transposed convolutions, layers with tied weights,
+    layers of more than 6144 inputs and those behind which the stream goes through more than activations and LayerNorm are left as
+    they are. Where all blocks are in a part that is called several times, such as the encoder of a Siamese network, that part is
+    fitted, on what it gets in all calls.
 
     Args:
         model: `BlockPlan.apply_` of a plan to a copy of `dense`.
@@ -67,7 +68,8 @@ def refit_stream_(model: nn.Module, dense: nn.Module, paths: Sequence[str], batc
             first, up to 512 MiB. Those of another shape than the first, but for their rows, are not read.
 
     Returns:
-        Layer -> fraction of the variance of what it should write that is still missing; empty if nothing was changed.
+        Layer -> mean squared error of what it writes, as a fraction of the variance of what it should write; empty if nothing was
+        changed. Where neither a bias nor a BatchNorm can add a constant, the error of the mean counts, and it can be above 1.
 
     Raises:
         DataError: there is no batch, or a layer reads nan or infinite values, as of data that hold such.
@@ -85,13 +87,15 @@ def refit_stream_(model: nn.Module, dense: nn.Module, paths: Sequence[str], batc
     except ModelError as error:
         log.warning("layers around removed blocks are not fitted again: %s", first_line(error))
         return {}
+    if not graphs.layers:
+        return {}
     usable = [inputs for inputs in data if _fits(inputs, data[0], graphs.whole)]
     judged, read = usable[-1], usable[:-1] or usable
+    fit = _StreamFit(dense, graphs, read)
+    lost = {layer.weight: fit(layer) for layer in progress_bar(graphs.layers, desc="refit layers", unit="layer")}
     wanted, before = output_leaves(dense, judged), copy.deepcopy(model.state_dict())
     _restore_statistics_(model, read)
     distance = squared_distance(output_leaves(model, judged), wanted)
-    fit = _StreamFit(dense, graphs, read)
-    lost = {layer.weight: fit(layer) for layer in progress_bar(graphs.layers, desc="refit layers", unit="layer")}
     fit.copy_to_(model)
     _restore_statistics_(model, read)
     if not squared_distance(output_leaves(model, judged), wanted) <= distance:
@@ -244,7 +248,7 @@ class _StreamFit:
 
     @torch.no_grad()
     def __call__(self, layer: StreamLayer) -> float:
-        """Fit one layer; returns the fraction of the variance that is missing."""
+        """Fit one layer; returns its mean squared error, as a fraction of the variance of what it should write."""
         for mine, theirs in layer.norms.items():
             self._set_(mine, get_tensor(self.graphs.whole.module, theirs))
         weight = get_tensor(self.module, layer.weight)
@@ -364,7 +368,8 @@ class _StreamFit:
             self._set_(bias, every.y - every.x @ new)
         elif norm is not None:
             self._renormalize_(norm, every.x @ new, every.variance(new), every.y - every.x @ new)
-        return float((every.error(new) * weights).sum() / (every.yy * weights).sum().clamp(min=1e-300))
+        varied = sums.moments(centred=True).yy  # also of a layer that can add no constant, so that all are measured alike
+        return float((every.error(new) * weights).sum() / (varied * weights).sum().clamp(min=1e-300))
 
     def _renormalize_(self, norm: Node, mean: Tensor, variance: Tensor, constant: Tensor) -> None:
         """Let a BatchNorm add the constant, and keep the mean and variance that its inputs now have."""

@@ -22,7 +22,7 @@ class CPFactors:
     """Factors of a weight (out, in, y, x), in float64.
 
     outputs: (out, rank). inputs: (rank, in). rows: (rank, y). columns: (rank, x).
-    lost: fraction of the output's variance that is lost.
+    lost: mean squared error of the output, as a fraction of its variance.
     """
 
     outputs: Tensor
@@ -37,7 +37,13 @@ class CPFactors:
 
 
 def cp_factors(
-    weight: Tensor, rank: int, *, whiten: Tensor | None = None, unwhiten: Tensor | None = None, moment: Tensor | None = None
+    weight: Tensor,
+    rank: int,
+    *,
+    whiten: Tensor | None = None,
+    unwhiten: Tensor | None = None,
+    moment: Tensor | None = None,
+    variance: float | None = None,
 ) -> CPFactors:
     """Factors of a rank for a weight, always the same for the same weight.
 
@@ -46,7 +52,9 @@ def cp_factors(
         rank: number of terms.
         whiten, unwhiten: (in, in) C^1/2 V and V' C^-1/2 for inputs of covariance C, so that errors count as they do in the
             outputs; None for C = 1.
-        moment: (in y x, in y x) covariance of all that the weight multiplies; None for 1.
+        moment: (in y x, in y x) covariance of all that the weight multiplies, or its mean products where the mean counts, too;
+            None for 1.
+        variance: of the outputs; None for what `moment` gives.
     """
     weight = weight.double()
     even = weight if whiten is None else torch.einsum("oiyx,ij->ojyx", weight, whiten)
@@ -59,12 +67,13 @@ def cp_factors(
     seen = terms if moment is None else moment @ terms
     outputs = _least_squares(seen.T @ terms, flat @ seen)
     rest = flat - outputs @ terms.T
-    lost = weighted_energy(rest, moment) / max(weighted_energy(flat, moment), 1e-300)
+    variance = weighted_energy(flat, moment) if variance is None else variance
+    lost = weighted_energy(rest, moment) / max(variance, 1e-300)
     return CPFactors(outputs=outputs, inputs=inputs.T, rows=rows.T, columns=columns.T, lost=lost)
 
 
 def weighted_energy(flat: Tensor, moment: Tensor | None) -> float:
-    """Variance of the outputs of weights (out, columns) on inputs of a covariance; the sum of their squares for None."""
+    """Mean square of the outputs of weights (out, columns) on inputs of mean products; the sum of their squares for None."""
     return float((flat * (flat if moment is None else flat @ moment)).sum())
 
 

@@ -40,6 +40,7 @@ from compresskit.prune.low_rank.factorize import (
     spectrum,
     tucker_lost,
 )
+from compresskit.train.batchnorm import norms_with_statistics
 
 Method = Literal["tucker", "cp", "auto"]
 RANK_QUANTITIES: tuple[Quantity, ...] = ("macs", "parameters")  # that a budget of ranks may be one of
@@ -55,7 +56,8 @@ NOT_REACHED = "no position of the example reaches it; give an example that does"
 class RankLine:
     """What a plan does to one layer. ranks: (rank,), or (inputs, outputs) of Tucker-2. full: what loses nothing.
 
-    lost: fraction of the variance of its output. macs, macs_before: of the layer, for one sample.
+    lost: mean squared error of its output, as a fraction of the output's variance. Where neither a bias nor a BatchNorm takes the
+        mean of what is lost, that counts, too, and it can be above 1. macs, macs_before: of the layer, for one sample.
     positions: at which data showed its inputs, where that is less than twice the inputs of its weights, so that the fit is partly
         that of the weights alone; None where it is enough, or where no data were asked for.
     """
@@ -122,8 +124,9 @@ class RankPlan:
                 )
         spectra = _spectra(model, self.sizes, _statistics(model, self.sizes, batches))
         for line in self.lines:
-            made = factored(_layer(model, line.layer), line.ranks, spectra[line.layer])
-            replace_module_(model, line.layer, made)
+            directions = spectra[line.layer]
+            norm = None if directions.norm is None else model.get_submodule(directions.norm)
+            replace_module_(model, line.layer, factored(_layer(model, line.layer), line.ranks, directions, norm))
         return model
 
     def to_json(self) -> dict[str, Any]:
@@ -355,7 +358,7 @@ def _takes_data(layer: FactorableLayer) -> bool:
 
 
 def _statistics(model: nn.Module, names: Collection[str], batches: Iterable[AnyInputs] | None) -> dict[str, InputStatistics]:
-    """Statistics of the inputs of layers, by the layer's name; without those that no batch reaches."""
+    """Statistics of the inputs of layers, by the layer's name, and who takes their mean; without those that no batch reaches."""
     read = [f"{name}.weight" for name in names if _takes_data(_layer(model, name))]
     if batches is None or not read:
         return {}
@@ -363,7 +366,9 @@ def _statistics(model: nn.Module, names: Collection[str], batches: Iterable[AnyI
     first = next(stream, None)
     if first is None:
         raise DataError("low rank: no batch of calibration data was given; pass batches=None to fit the weights alone")
-    found = input_statistics(model, read, itertools.chain([first], stream), for_each_input=SCARCE)
+    bare = any(_layer(model, name.removesuffix(".weight")).bias is None for name in read)  # whose mean a BatchNorm may take
+    norms = bare and bool(norms_with_statistics(model))
+    found = input_statistics(model, read, itertools.chain([first], stream), norms=norms, for_each_input=SCARCE)
     return {name.removesuffix(".weight"): statistics for name, statistics in found.items()}
 
 

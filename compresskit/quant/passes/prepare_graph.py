@@ -5,15 +5,20 @@ prepare_graph(model, example, target, skip) -> (captured graph, what it was made
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import ModelError
-from compresskit.base.task import Inputs
+from compresskit.base.randomness import generators_kept
+from compresskit.base.task import Inputs, call, copied_tensors
 from compresskit.graph.capture import Captured, Dynamic, autocasts, capture, module_path, parameter_name
+from compresskit.graph.differences import relative_difference
 from compresskit.graph.layers.fold_batchnorm import FoldedBatchNorm, FoldedScales, fold_batchnorm_
 from compresskit.graph.layers.merge_layers import merge_layers_
 from compresskit.graph.layers.merging import MergedLayer, MergeRules, is_stored_layer
@@ -23,7 +28,7 @@ from compresskit.graph.quantized import quantized_parts
 from compresskit.graph.rewrites.gradient_hooks import drop_gradient_hooks_
 from compresskit.graph.rewrites.hardsigmoids import write_hardsigmoids_
 from compresskit.graph.rewrites.stored_products import rewrite_stored_products_
-from compresskit.graph.surgery import copy_model, get_tensor, holds_nan, not_fp32, structure
+from compresskit.graph.surgery import copy_model, get_tensor, holds_nan, mode, not_fp32, structure
 from compresskit.quant.numerics.bit_widths import TARGET_BITS, BitWidths, bits_record, named_modules
 from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.fold_parametrizations import fold_parametrizations_
@@ -101,6 +106,7 @@ class Origin:
     bits: of weights and activations, where they are other than the target's.
     merges: nodes of the graph that were merged into others, see `graph.layers.merge_layers`.
     remedies: what the effort level of static quantization tried. measured: what `choose=` found.
+    read: names of the float model's tensors that its graph computes the outputs from; no file has them, where they are none.
     """
 
     float_class: str
@@ -112,6 +118,7 @@ class Origin:
     merges: tuple[MergedLayer, ...] = field(default=(), repr=False)
     remedies: tuple[Remedy, ...] = ()
     measured: MeasuredPlacement | None = None
+    read: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready record."""
@@ -168,10 +175,11 @@ def prepare_graph(
     origin = Origin(float_class=type(model).__name__, structure=structure(model), skip=tuple(skip))
     copied = copy_model(model)
     drop_gradient_hooks_(copied)  # they are for the weights as they are now
-    captured = capture(copied, example, dynamic=dynamic)
+    captured = _captured(copied, example, dynamic)
     _refuse_autocast(type(model).__name__, captured.module.graph)
     names = {name for node in captured.module.graph.nodes if (name := parameter_name(node)) is not None}
-    transfer_masks_(model, captured.module, {captured.name_in_model(name): name for name in sorted(names)})
+    there = {captured.name_in_model(name): name for name in sorted(names)}
+    transfer_masks_(model, captured.module, there)
     rewrite_stored_products_(captured.module, transpose="linear" in target.operators)
     fold_parametrizations_(captured.module)
     if "hardsigmoid" in target.operators:
@@ -185,8 +193,74 @@ def prepare_graph(
         rounds=rounds_as_well(captured),
         recorded=None if merges is None else frozenset(merges),
     )
-    origin = replace(origin, merges=tuple(merge_layers_(captured.module, rules, folds)))
+    origin = replace(origin, merges=tuple(merge_layers_(captured.module, rules, folds)), read=frozenset(there))
     return captured, origin, _rewrite_layers(captured.module, target, folds)
+
+
+def _captured(model: nn.Module, example: Inputs, dynamic: Dynamic) -> Captured:
+    """Capture a model as `capture` does, but let the graph compute what modules keep for eval mode, from their parameters.
+
+    Such modules (position biases of LeViT and TinyViT) override `train`, where they forget the values, since training changes the
+    parameters. In the graph of eval mode the values would be constants, and the parameters would not be trained. So they are
+    where the other graph cannot be made.
+    """
+    if paths := _keeping(model, example):
+        with suppress(ModelError), _renewed(model, paths):
+            return capture(model, example, dynamic=dynamic)
+    return capture(model, example, dynamic=dynamic)
+
+
+def _keeping(model: nn.Module, example: Inputs) -> list[str]:
+    """Names of the modules that forget tensors of eval mode when they are told to train, and make the same ones again.
+
+    Those of a model are none where its outputs are others after that (what it forgets was a state, or given to it from outside),
+    or its parameters (it merges some for eval mode).
+    """
+    if not any(map(_overrides_train, model.modules())):
+        return []
+    copied = copy_model(model)
+    with suppress(Exception), generators_kept(), torch.no_grad(), mode(copied, training=False):
+        first = call(copied, copied_tensors(example))
+        kept = {path: _held_tensors(module) for path, module in copied.named_modules() if _overrides_train(module)}
+        before = {name: value.clone() for name, value in copied.named_parameters()}
+        copied.train()
+        forgotten = [path for path, values in kept.items() if values.keys() - _held_tensors(copied.get_submodule(path)).keys()]
+        copied.eval()
+        if all(torch.equal(value, before[name]) for name, value in copied.named_parameters()):
+            again = [call(copied, copied_tensors(example)) for _ in range(2)] if forgotten else []
+            return forgotten if all(_is_same_output(first, output) for output in again) else []
+    return []
+
+
+def _is_same_output(a: Any, b: Any) -> bool:
+    pairs = zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True)
+    return all(relative_difference(x, y) == 0 for x, y in pairs if isinstance(x, Tensor))
+
+
+def _overrides_train(module: nn.Module) -> bool:
+    return type(module).train is not nn.Module.train
+
+
+def _held_tensors(module: nn.Module) -> dict[int, Tensor]:
+    """The tensors that a module holds beside its parameters, by their ids. They are held, since ids are given again."""
+    own = {name: value for name, value in vars(module).items() if name not in ("_parameters", "_modules")}
+    return {id(value): value for value in pytree.tree_leaves(own) if isinstance(value, Tensor)}
+
+
+@contextmanager
+def _renewed(model: nn.Module, paths: list[str]) -> Iterator[None]:
+    """Let modules compute anew, in each of their calls inside the block, what they keep for eval mode."""
+
+    def renew(module: nn.Module, _: Any) -> None:
+        module.train()
+        module.eval()
+
+    handles = [model.get_submodule(path).register_forward_pre_hook(renew) for path in paths]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _folded_norms(model: nn.Module, captured: Captured) -> list[FoldedScales]:

@@ -1,5 +1,5 @@
 """Say what of a float model its quantization-aware training leaves out: dropout and all else that is random in train mode alone,
-gradients that only train mode has, and weights of calls with several BatchNorms.
+gradients that only train mode has, parameters that are constants of its graph, and weights of calls with several BatchNorms.
 """
 
 from __future__ import annotations
@@ -43,6 +43,13 @@ def say_what_is_left_out(model: nn.Module, example: Inputs, quantized: Quantized
             f"{where}: the gradient of the output reaches {few_names(alone.parameters)} in train mode alone. The graph that is"
             f" trained is that of eval mode{random}: there such a loss trains another model. Quantize without training, with"
             " quantize_static, or train only parts that compute the same in both modes, such as an encoder, with inside=",
+            stacklevel=4,
+        )
+    if alone.constant:
+        warnings.warn(
+            f"{where}: {few_names(alone.constant)} are not trained: in eval mode the model keeps values that it computed of them"
+            " before, which are constants of the graph that is trained. Let forward compute them in eval mode, too, or let"
+            " train(True) of the module that keeps them forget them",
             stacklevel=4,
         )
     if names := _torn(model, quantized):

@@ -94,7 +94,9 @@ def prepare_qat(model: nn.Module, batches: Batches, *, inside: str | None = None
     The graph that is trained is that of the deployed model, in eval mode: it has no dropout nor anything else that is random in
     train mode alone (noise, stochastic depth, the samples of a variational autoencoder), and a layer that runs several times,
     with another BatchNorm behind each, has a weight for each call; both are logged. A parameter that the gradient of an output
-    reaches in train mode alone, such as the width of such noise, is a warning where both modes return the same outputs.
+    reaches in train mode alone, such as the width of such noise, is a warning where both modes return the same outputs. What a
+    model computes of parameters once for eval mode, such as position biases of LeViT, is computed in the graph, so that these are
+    trained; where it cannot be, a warning names them.
 
     Gradient hooks of parameters (`parameter.register_hook`) act on those that are trained in their place; those of parameters
     that are merged into others, and backward hooks of modules, are not called, which is logged, too.

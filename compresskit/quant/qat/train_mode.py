@@ -1,4 +1,6 @@
-"""What a float model computes in train mode alone: random numbers, and the parameters that the gradient reaches through them."""
+"""What a float model computes in train mode alone: random numbers, and the parameters that the gradient reaches through them.
+Also those that it reaches in eval mode, and the graph does not have.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import traceback
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,16 +53,19 @@ class RandomPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainMode:
-    """What is in train mode alone.
+    """What is in train mode alone, or in the float model alone.
 
     places: where random numbers are drawn, in the order of the run. on_host: whether some are of Python or numpy.
     parameters: names of those that the gradient of an output reaches there, but that of the same output in eval mode does not.
         None where the outputs are others in eval mode, as those of a detector or of auxiliary heads.
+    constant: names of those that the gradient reaches in eval mode, but that were no parameters of the graph: it has values that
+        the model computed of them before.
     """
 
     places: tuple[RandomPlace, ...] = ()
     on_host: bool = False
     parameters: tuple[str, ...] = ()
+    constant: tuple[str, ...] = ()
 
     def random_places(self, said: Collection[str]) -> list[str]:
         """Where it is random, each line once, but for the dropout of modules whose names are given."""
@@ -78,7 +83,8 @@ class TrainMode:
 def train_mode_alone(model: nn.Module, example: Inputs, quantized: Quantized) -> TrainMode:
     """Compare a run of a model in train mode with one in eval mode, each of few rows; nothing is changed.
 
-    Where the model cannot be copied, or wants more than the example in train mode, such as targets, nothing is found.
+    Where the model cannot be copied, nothing is found; where it wants more than the example in train mode, such as targets, no
+    more than constants.
 
     Args:
         model: the float model. example: its inputs.
@@ -93,16 +99,26 @@ def train_mode_alone(model: nn.Module, example: Inputs, quantized: Quantized) ->
                 evaluated = _recorded_run(copied, inputs, training=False)
                 trained = _recorded_run(copied, inputs, training=True)  # on the same rows, since shapes are compared
                 break
-        if trained is None or evaluated is None:
+        if evaluated is None:
             return TrainMode()
+        here: dict[str, set[str]] | None = None
+        with suppress(Exception):  # code that takes no gradient in eval mode
+            here = _reached_in_graph(quantized, example)
+        names = [name for name, _ in copied.named_parameters()]
+        read = {quantized.tied.get(name, name) for name in quantized.origin.read}  # what is merged into others is among them
+        constant = _lost_parameters(evaluated.reached, here or {}) - read
+        found = TrainMode(constant=tuple(name for name in names if name in constant))
+        if trained is None:
+            return found
         known = {(place.module, place.line) for place in evaluated.places}
         lost = _reached_alone(trained, evaluated)
-        with suppress(Exception):  # experts that these rows do not reach, code that takes no gradient in eval mode
-            lost = lost and lost & _lost_parameters(trained.reached, _reached_in_graph(quantized, example))
-        return TrainMode(
+        if here is not None:  # experts that these rows do not reach
+            lost &= _lost_parameters(trained.reached, here)
+        return replace(
+            found,
             places=tuple(place for place in trained.places if (place.module, place.line) not in known),
             on_host=trained.on_host and not evaluated.on_host,
-            parameters=tuple(name for name, _ in copied.named_parameters() if name in lost),
+            parameters=tuple(name for name in names if name in lost),
         )
     return TrainMode()
 

@@ -21,21 +21,21 @@ from compresskit.base.task import MetricError
 from compresskit.export.files import file_bytes
 from compresskit.recipe.folder import ROW, START
 from compresskit.recipe.recipe import Recipe, Result
-from compresskit.search.candidate import QAT_SHARE, UNCOMPRESSED, Candidate, Removable
+from compresskit.search.candidate import UNCOMPRESSED, Candidate, Removable
 from compresskit.search.ceilings import MEASURED
 from compresskit.search.figures import Figures
 from compresskit.search.finals.minutes import StepTimer, timer_of, trained_for
+from compresskit.search.finals.rungs import FOLDER, OVER, RUNGS, GivenUp, halving, of_training, rungs_done
 from compresskit.search.latency.stopwatch import Stopwatch
 from compresskit.search.outcome import Tried
 from compresskit.search.proxy.workshop import NAME_DIGITS, Workshop
-from compresskit.search.study import OVER, TURN, WORKER, halving, import_optuna, open_study
+from compresskit.search.study import TURN, WORKER, import_optuna, open_study
 from compresskit.search.workers import PAUSE, Worker
 from compresskit.train.callbacks import OnStep, StepReport
 from compresskit.train.train import Train
 
 log = logging.getLogger(__name__)
 
-RUNGS = 4  # measurements of the metric in a training, after which it may be given up
 #: Of the drop before it, the part that a training is expected to leave before one was seen: after a short training, and without
 #: one. ResNet-56 lost 7.5, 3.9 and 0.8 points after short ones, and 1.7, 0.9 and 0.04 in the end (`benchmarks/budgets_avx2.md`).
 LEFT_AFTER_SHORT, LEFT = 0.3, 0.5
@@ -47,10 +47,6 @@ TRAINED = "trained"
 #: Attributes of a trial that have the error of its run: of its file, for good and for one call, and of its training, for one
 #: call. What failed for one call may have been mended since.
 REJECTED, REJECTED_ONCE, UNTRAINABLE = "rejected", "rejected_once", "untrainable"
-
-
-class GivenUp(BaseException):
-    """A training is worse than others were at the same point. Not an Exception, which callbacks of a training may not raise."""
 
 
 @dataclass(kw_only=True)
@@ -147,7 +143,7 @@ class Finals:
         assert best.figures is not None
         least, sure = best.figures.get(self.minimise), self._sure_ceilings()
         trials = self.study.get_trials(deepcopy=False, states=(self.states.FAIL,))
-        gone = {t.user_attrs.get("folder") for t in trials if {UNTRAINABLE, REJECTED_ONCE} & t.user_attrs.keys()}
+        gone = {t.user_attrs.get(FOLDER) for t in trials if {UNTRAINABLE, REJECTED_ONCE} & t.user_attrs.keys()}
         measured = [(t.figures, t) for t in tried if t.figures is not None and self.folder(t.candidate).name not in gone]
         return [t for found, t in measured if found.get(self.minimise) < least and not found.excesses(sure)]
 
@@ -155,13 +151,17 @@ class Finals:
         """The candidates whose files were measured within all ceilings when they were made."""
         return [t for t in tried if t.figures is not None and not t.figures.excesses(self.ceilings)]
 
+    def _trainings(self, folder: str) -> list[Any]:
+        """The trials with the training that a folder is named by: seconds that others took are not of its minutes."""
+        return of_training(self.study.get_trials(deepcopy=False), folder)
+
     def _has_time(self) -> bool:
         """Whether another training may begin: where none is given up early, one as long as those so far has to fit."""
         if self.seconds is None:
             return True
-        trials = self.study.get_trials(deepcopy=False)
-        spent = sum(map(trained_for, trials))
-        longest = max((trained_for(t) for t in trials if t.state == self.states.COMPLETE), default=0.0)
+        trainings = self._trainings(self.folder(UNCOMPRESSED).name)
+        spent = sum(map(trained_for, trainings))
+        longest = max((trained_for(t) for t in trainings if t.state == self.states.COMPLETE), default=0.0)
         ended = spent and self.short_seconds + spent + (0.0 if self.minimise == "drop" else longest) >= self.seconds
         if ended and not self.told_end:  # once, and not whenever other processes are looked at
             self.told_end = True
@@ -172,7 +172,7 @@ class Finals:
         """Whether the training of a trial has to end, since the minutes are over, and it is not the first."""
         if self.seconds is None:
             return False
-        others = [t for t in self.study.get_trials(deepcopy=False) if t.number != trial.number and trained_for(t)]
+        others = [t for t in self._trainings(trial.user_attrs[FOLDER]) if t.number != trial.number and trained_for(t)]
         first = all(t.state == self.states.FAIL or (t.state == self.states.RUNNING and t.number > trial.number) for t in others)
         return not first and self.short_seconds + sum(map(trained_for, others)) + timer.seconds >= self.seconds
 
@@ -200,7 +200,7 @@ class Finals:
     def _trial(self, folder: Path) -> Any:
         """A trial of this process for the run in a folder."""
         trial = self.study.ask()
-        trial.set_user_attr("folder", folder.name)
+        trial.set_user_attr(FOLDER, folder.name)
         trial.set_user_attr(WORKER, self.worker.name)
         return trial
 
@@ -210,10 +210,10 @@ class Finals:
         at_work = set()
         for trial in self.study.get_trials(deepcopy=False):
             about = trial.user_attrs
-            found = of_folder.get(about.get("folder"))
+            found = of_folder.get(about.get(FOLDER))
             if trial.state == self.states.RUNNING:
                 if self.worker.lives(about.get(WORKER)):
-                    at_work.add(about["folder"])
+                    at_work.add(about[FOLDER])
                 else:  # its process was killed; the folder resumes
                     self.study.tell(trial.number, state=self.states.FAIL)
             elif found is None:
@@ -244,10 +244,10 @@ class Finals:
         ended = set()
         for trial in self.study.get_trials(deepcopy=False, states=(self.states.COMPLETE, self.states.FAIL)):
             about = trial.user_attrs
-            found = of_folder.get(about.get("folder"))
+            found = of_folder.get(about.get(FOLDER))
             if found is None or (trial.state == self.states.FAIL and not self._rejection(about)):
                 continue
-            ended.add(about["folder"])
+            ended.add(about[FOLDER])
             if trial.state == self.states.FAIL:
                 continue
             figures = Figures(**about["figures"])
@@ -348,7 +348,9 @@ class Finals:
         share = 1.0 if self.train is None else self.remaining
         if share is None:
             share = LEFT_AFTER_SHORT if tried.promise == tried.short else LEFT
-        return tried.promise * share <= self.ceilings["drop"]
+        assert tried.figures is not None
+        expected = replace(tried.figures, drop=tried.promise * share)
+        return not expected.excesses({"drop": self.ceilings["drop"]})  # which know a drop at the ceiling from one over it
 
     def run_one(self, tried: Tried, trial: Any) -> None:
         """Run the recipe of a candidate on all data, or read what is finished of it, and tell its trial."""
@@ -362,9 +364,12 @@ class Finals:
                 raise GivenUp
             if report.metric is None:
                 return
-            rung_reached = self._rung(candidate, report)
-            trial.report(report.metric, rung_reached)
             timer.tell()
+            assert self.train is not None
+            if (rung := rungs_done(candidate, self.train, report)) <= rung_reached:
+                return  # the metric may be measured more often
+            rung_reached = rung
+            trial.report(report.metric, rung_reached)
             if rung_reached < RUNGS and self.minimise == "drop" and trial.should_prune():
                 raise GivenUp
 
@@ -424,7 +429,7 @@ class Finals:
         trials = self.study.get_trials(deepcopy=False, states=(self.states.COMPLETE, self.states.FAIL))
         of_this_call = [t.user_attrs for t in trials if self.worker.lives(t.user_attrs.get(WORKER))]
         its_own = {self.folder(candidate, trains=each).name for each in (True, False)}
-        others = [about for about in of_this_call if about.get("folder") not in its_own]
+        others = [about for about in of_this_call if about.get(FOLDER) not in its_own]
         said = {about.get(kind) for about in others for kind in (REJECTED, REJECTED_ONCE, UNTRAINABLE)}
         finished = any(t.state == self.states.COMPLETE for t in trials)
         return finished or isinstance(error, MetricError) or str(error) not in said
@@ -485,11 +490,3 @@ class Finals:
         if first <= self.ceilings.get("latency", math.inf):
             return first
         return statistics.median([first, self.stopwatch.measure(file), self.stopwatch.measure(file)])
-
-    def _rung(self, candidate: Candidate, report: StepReport) -> int:
-        """Which quarter of all trainings of the candidate a step ends, from 1."""
-        assert self.train is not None
-        fraction = report.step / report.steps
-        if candidate.trains_in_two_parts and (self.train.steps or self.train.epochs or 0) > 1:
-            fraction = 1 - (1 - fraction) / QAT_SHARE if report.training == "QAT" else fraction * (1 - 1 / QAT_SHARE)
-        return max(1, round(fraction * RUNGS))

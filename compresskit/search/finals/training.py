@@ -27,7 +27,7 @@ from compresskit.quant import QAT
 from compresskit.recipe.preflight import missing_target
 from compresskit.search.candidate import Candidate, Removable
 from compresskit.search.ceilings import Ceiling
-from compresskit.search.finals.finalists import RUNGS
+from compresskit.search.finals.rungs import RUNGS
 from compresskit.search.finals.short_trainings import most_steps
 from compresskit.search.proxy.workshop import NAME_DIGITS, SKETCH_SAMPLES, Workshop, with_reference
 from compresskit.search.study import STEP_OF_RANK, first_candidates
@@ -36,6 +36,7 @@ from compresskit.train.train import Train
 
 log = logging.getLogger(__name__)
 
+STEPS = "steps-{}.json"  # how long a training is
 TIMED_STEPS = 4  # of a training, after as many others, from which the length that fits into the minutes is taken
 ROUNDED_STEP = 1.5  # what a step with rounding is taken to take, relative to one without, where it cannot be measured
 
@@ -109,39 +110,66 @@ def _one_of_each_kind(order: Removable) -> Iterator[Candidate]:
 
 
 def training_within(
-    workshop: Workshop, train: Train | None, minutes: Ceiling | None, *, finalists: int, fills: bool, in_full: bool = False
+    workshop: Workshop,
+    train: Train | None,
+    minutes: Ceiling | None,
+    *,
+    finalists: int,
+    fills: bool,
+    in_full: bool = False,
+    search: str = "",
 ) -> Train | None:
     """The training of each finalist: no longer than all of them may take together. None where nothing is trained.
 
     fills: whether it takes all of the minutes, or at most as many steps as it has.
     in_full: whether no finalist is given up early.
+    search: names what is asked for. The length that its first call found stays where others ask for more finalists, so that those
+        that were trained are still among them, and what these took of the minutes counts.
     """
     if train is not None and minutes is not None:
         length = train.length(workshop.task)
         if train.steps is None and train.validate_every:  # what it counts are steps from here on
             train = replace(train, validate_every=train.validate_every * (length.steps_per_epoch or 1))
         trainings = finalists if in_full else 1 + (finalists - 1) / RUNGS  # the others are given up, most of them early
-        fits = _steps_within(workshop, replace(train, steps=1, epochs=None), minutes.value, finalists, trainings)
+        kept = workshop.out / STEPS.format(short_hash([search, minutes.value, in_full, describe(train)], NAME_DIGITS))
+        if kept.exists():
+            fits = int(read_json(kept, "the length of a training")["steps"])
+        else:
+            fits = _steps_within(workshop, replace(train, steps=1, epochs=None), minutes.value, finalists, trainings)
+            write_json(kept, {"steps": fits})
         wanted = fits if fills else min(fits, length.steps)
         train = replace(train, steps=wanted, epochs=None)
         announce(log, "compress: %d steps for each finalist", wanted)
     if train is None or train.validate_every is not None:
         return train
-    return replace(train, validate_every=math.ceil((train.steps or train.epochs or 1) / RUNGS))
+    quarter = math.ceil((train.steps or train.epochs or 1) / RUNGS)
+    return replace(train, validate_every=min(quarter, _of_an_epoch(train, workshop) or quarter))
+
+
+def _of_an_epoch(train: Train, workshop: Workshop) -> int | None:
+    """How long an epoch is, in what the training counts, where it measures the metric after each; None where it need not.
+
+    It does by its own default, on which its patience and the weights that it keeps depend. Finalists are otherwise only compared.
+    """
+    if not train.keep_best and train.patience is None:
+        return None
+    return 1 if train.steps is None else train.length(workshop.task).steps_per_epoch
 
 
 def _steps_within(workshop: Workshop, train: Train, minutes: float, finalists: int, trainings: float) -> int:
-    """How many steps each finalist has. What was measured once is kept, so that an interrupted training goes on.
+    """How many steps each finalist has. What was measured once is kept, so that budgets of one folder share their trainings.
 
     trainings: how many of this length all finalists have together.
     """
-    path = workshop.out / f"steps-{short_hash([minutes, finalists, trainings, describe(train)], NAME_DIGITS)}.json"
+    path = workshop.out / STEPS.format(short_hash([minutes, finalists, trainings, describe(train)], NAME_DIGITS))
     if path.exists():
         return int(read_json(path, "the length of a training")["steps"])
     a_step, a_measurement = _seconds_of(workshop, train)
     left = minutes * 60
     if train.validate_every is None:
         left -= trainings * RUNGS * a_measurement
+        if epoch := _of_an_epoch(train, workshop):
+            a_step += a_measurement / epoch
     elif train.validate_every:
         a_step += a_measurement / train.validate_every
     fits = most_steps(max(0.0, left) / a_step, trainings)

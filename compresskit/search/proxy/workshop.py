@@ -61,7 +61,7 @@ log = logging.getLogger(__name__)
 IDENTITY, FIGURES, ORDER, LATENCY = "search.json", "figures.json", "order.json", "latency.json"
 PART, ON_PART, STATISTICS = "part.json", "figures-{}.json", "statistics-{}.json"  # of the held-out samples, and named by them
 DIRECTION = "higher_is_better"  # the part of a task
-FOLDER_VERSION = 10  # another where candidates of one name are made or judged in another way
+FOLDER_VERSION = 11  # another where candidates of one name are made or judged in another way
 CANDIDATES, DENSE = "candidates", "uncompressed"
 NAME_DIGITS = 8  # of a hash of settings in the name of a file or folder
 #: What the plan of named blocks says of them, which nobody reads here; by default that is measured, block by block.
@@ -271,6 +271,17 @@ class Workshop:
         if candidate.blocks:
             return f"{candidate.name}-by-{self.ranking}"
         return f"{candidate.name}-trained" if self.trains and candidate.effort != "fast" else candidate.name
+
+    def measured(self) -> dict[Candidate, Figures]:
+        """The candidates that were measured in the folder, for other budgets, too, as they would be made now; by name."""
+        found = {}
+        for path in sorted((self.out / CANDIDATES).glob(f"*/{FIGURES}")):
+            candidate = Candidate.named(path.parent.name)
+            if candidate is None or self.unique_name(candidate) != path.parent.name:
+                continue
+            if "failure" not in read_json(path, "the figures of a candidate"):
+                found[candidate] = read_figures(path)
+        return found
 
     def _ranked_runs(self, least: float) -> tuple[str, ...]:
         announce(log, "compress: measuring which convolutions are faster as one")  # minutes in a large network

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 
 import compresskit as ck
 from compresskit.prune.depth import costs, importance, plan_blocks
+from compresskit.prune.depth.find_blocks import find_blocks
 
 
 class Branch(nn.Module):
@@ -61,3 +64,51 @@ def test_an_offset_of_one_class_or_of_all_numbers_counts(kind, measure) -> None:
 def test_predictions_of_two_dimensions_are_classes_where_nothing_says_otherwise() -> None:
     scoring = importance.BlockScoring(model=nn.Identity(), blocks=[], batches=[], predictions=[X[:, 0]], task=None, samples=8)
     assert scoring.class_dim == 1
+
+
+def test_batches_count_by_their_rows() -> None:
+    got, wanted = X[:, 0], X[:, 1]
+    together = importance.mean_error([got], [wanted], 1)
+    assert importance.mean_error([got[:7], got[7:]], [wanted[:7], wanted[7:]], 1) == pytest.approx(together)
+    assert importance.mean_error([got[:1], got[1:]], [wanted[:1], wanted[1:]], 1) == pytest.approx(together)
+
+
+def test_the_first_order_importance_is_the_slope_of_the_loss_in_the_branch() -> None:
+    """By differences, for each of two batches; the branch is a linear layer, which is scaled up and down."""
+    model, data = Stack(torch.ones(4)).eval(), [(X[:, k], X[:, k].sin()) for k in (0, 1)]
+    task = ck.Task(train=data, loss=F.mse_loss)
+
+    def loss(batch: tuple[Tensor, Tensor], scale: float) -> float:
+        scaled = copy.deepcopy(model).double()
+        with torch.no_grad():
+            for parameter in scaled.small.parameters():
+                parameter.mul_(scale)
+            return float(F.mse_loss(scaled(batch[0].double()), batch[1].double()))
+
+    slopes = [(loss(batch, 1 + 1e-4) - loss(batch, 1 - 1e-4)) / 2e-4 for batch in data]
+    settings = {"importance": importance.first_order, "cost": costs.parameters, "task": task, "samples": 16}
+    plan = plan_blocks(model, (data[0][0],), blocks=("small",), **settings)
+    assert plan.lines[0].importance == pytest.approx(sum(map(abs, slopes)) / 2, rel=1e-4)
+
+
+class Normed(nn.Module):
+    """A norm, and a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.block = nn.BatchNorm1d(4), Branch(torch.randn(4, 4), torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(self.norm(x))
+
+
+def test_a_norm_stays_as_it_is_where_one_of_the_batches_has_a_single_row() -> None:
+    model, batches = Normed().eval(), [(X[:, 0],), (X[:1, 1],)]
+    scoring = importance.BlockScoring(
+        model=model, blocks=[find_blocks(model, batches[0]).removable["block"]], batches=batches,
+        predictions=importance.original_predictions(model, batches, None), task=None, samples=9,
+    )  # fmt: skip
+    error = importance.output_error(scoring)["block"]
+    assert error > 0
+    assert importance.after_training(scoring)["block"] == pytest.approx(20 * error)  # times its parameters

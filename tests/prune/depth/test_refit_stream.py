@@ -311,3 +311,75 @@ def test_inputs_beyond_what_is_held_are_not_read(monkeypatch) -> None:
     monkeypatch.setattr(refit_stream, "MOST_HELD", 1)
     again, gone = cut(dense, "layer1.1")
     assert refit_stream_(again, dense, gone, iter(batches))  # one to fit, one to judge on
+
+
+class Depthwise(nn.Module):
+    """Blocks in which no layer can be fitted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        branch = [nn.Sequential(nn.Conv2d(3, 3, 3, 1, 1, groups=3, bias=False), nn.BatchNorm2d(3)) for _ in range(3)]
+        self.branches = nn.ModuleList(map(Added, branch))
+
+    def forward(self, x):
+        for branch in self.branches:
+            x = branch(x)
+        return x
+
+
+class Added(nn.Module):
+    def __init__(self, branch: nn.Module) -> None:
+        super().__init__()
+        self.branch = branch
+
+    def forward(self, x):
+        return x + self.branch(x)
+
+
+class Siamese(nn.Module):
+    """Compares what one encoder makes of two images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Depthwise()
+
+    def forward(self, a, b=None):
+        return (self.encoder(a) - self.encoder(-a if b is None else b)).mean((2, 3))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_where_no_layer_can_be_fitted_no_statistics_change(shared) -> None:
+    dense = build(Siamese if shared else Depthwise).eval()
+    batches = [(x, x.flip(0)) if shared else (x,) for (x,) in data(128)]
+    plan = plan_blocks(dense, batches[0], blocks=("encoder.branches.1" if shared else "branches.1",))
+    small = plan.apply_(copy.deepcopy(dense))
+    before = copy.deepcopy(small.state_dict())
+    assert refit_stream_(small, dense, plan.paths, batches) == {}
+    assert [name for name, value in small.state_dict().items() if not torch.equal(value, before[name])] == []
+
+
+def test_data_that_are_not_finite_change_nothing() -> None:
+    dense = normal(build(ResNet))
+    small, gone = cut(dense, "layer1.1")
+    before = copy.deepcopy(small.state_dict())
+    *seen, (bad,), last = data(256)
+    with pytest.raises(DataError, match="refitting layers of the stream: .*nan"):
+        refit_stream_(small, dense, gone, [*seen, (bad * torch.nan,), last])
+    assert all(torch.equal(value, before[name]) for name, value in small.state_dict().items())
+
+
+def test_what_a_layer_without_a_constant_misses_is_measured_by_the_variance() -> None:
+    """As that of all other layers: a mean that it cannot write counts, and makes what it should write no larger."""
+    dense = build(lambda: Plain(False)).eval()
+    dense.stem[0].bias = None
+    with torch.no_grad():
+        for block in dense.blocks:
+            block.layer.bias.fill_(2.0)
+    small, gone = cut(dense, "blocks.0", "blocks.1")
+    lost = refit_stream_(small, dense, gone, data())
+    x = torch.cat([x for (x,) in data()[:-1]])
+    with torch.no_grad():
+        wanted = dense.blocks(dense.stem(x))
+        missing = (small.stem(x) - wanted).square().mean() / wanted.var((0, 2, 3)).mean()
+    assert lost == {"stem.0": pytest.approx(float(missing), rel=0.05)}
+    assert lost["stem.0"] > 1

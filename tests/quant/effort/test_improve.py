@@ -300,3 +300,30 @@ def test_remedies_with_gradients_are_tried_inside_inference_mode() -> None:
         (r.name, r.after, r.kept) for r in wanted.origin.remedies
     ]
     assert all(torch.equal(v, quantized.state_dict()[name]) for name, v in wanted.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("gained", "drop", "tolerance", "pays"),
+    [
+        (0.06, None, 0.0, True), (0.04, None, 0.0, False), (-9.0, None, 0.0, False),  # the outputs alone judge
+        (-3.0, 0.38, 0.01, True), (-3.0, 0.395, 0.01, False), (-3.0, 0.4, 0.01, False),  # it lowers the second measure
+        (-3.0, 0.38, 0.03, False), (-3.0, 0.393, 0.0, False), (-3.0, 0.391, 0.0, True),  # by more than is chance, and 2 %
+        (0.06, 0.405, 0.01, True), (0.06, 0.415, 0.01, False), (0.04, 0.405, 0.01, False),  # closer, and no worse by more
+        (0.06, 0.4, 0.0, False),  # where nothing is chance, the second measure alone judges
+    ],
+)  # fmt: skip
+def test_a_remedy_pays_by_the_outputs_or_by_a_second_measure(gained, drop, tolerance, pays) -> None:
+    found = trials.Trials(nn.Identity(), [], [], lambda **_: None, tolerance=tolerance)
+    found.quality, found.drop = 30.0, None if drop is None else 0.4
+    assert found._pays(30.0 + gained, drop, 0.05) == pays
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_other_data_is_what_everything_is_made_by_only_where_it_paid(pays, monkeypatch) -> None:
+    before, other, seen = [image(2)], [image(3)], []
+    found = trials.Trials(nn.Identity(), before, [], lambda **_: None)
+    monkeypatch.setattr(found, "_rebuilt", lambda: seen.append(found.fit))
+    monkeypatch.setattr(found, "judged", lambda *_: pays)
+    assert found.try_samples("more data", other) == pays
+    assert seen == [other]
+    assert found.fit is (other if pays else before)

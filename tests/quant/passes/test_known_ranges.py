@@ -117,3 +117,25 @@ def test_an_observer_of_a_known_range() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 8, 1)).eval()
     quantized = quantize_static(model, pictures(), observer=partial(observers.KnownRange, -1.0, 1.0))
     assert {ends for label, ends in ranges(quantized).items()} == {(-1.0, 1.0)}
+
+
+class Joined(nn.Module):
+    """A layer that reads a sigmoid joined with something else."""
+
+    def __init__(self, other) -> None:
+        super().__init__()
+        self.first, self.last, self.other = nn.Conv2d(3, 8, 1), nn.Conv2d(16, 5, 1), other
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.last(torch.cat([torch.sigmoid(x), self.other(x)], 1))
+
+
+@pytest.mark.parametrize(
+    ("other", "low", "high"), [(torch.tanh, -1.0, 1.0), (lambda x: x.sin() * 3 + 2, -0.9, 4.9)], ids=["known", "unknown"]
+)
+def test_the_range_of_joined_values_holds_all_of_them(other, low, high) -> None:
+    torch.manual_seed(0)
+    found = ranges(quantize_static(Joined(other).eval(), pictures(scale=4), target=KNOWN))
+    assert any(begin < low + 0.05 and end > high - 0.05 for begin, end in found.values())
+    assert not any((begin, end) == (0.0, 1.0) for begin, end in found.values())

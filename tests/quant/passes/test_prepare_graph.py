@@ -76,3 +76,35 @@ def test_statistics_that_the_float_model_keeps_are_kept_in_training(momentum, wa
     quantized(x)
     (norm,) = conv_bn_layers(quantized.body)
     torch.testing.assert_close(norm.running_mean, wanted * model[0](x).mean((0, 2, 3)), rtol=0.02, atol=1e-3)
+
+
+class Forgets(nn.Linear):
+    """What it adds to its results in eval mode was given to it, and train mode forgets it; or it merges a scale for eval mode."""
+
+    def __init__(self, merges: bool) -> None:
+        super().__init__(4, 4)
+        self.scale, self.merges, self.added = nn.Parameter(torch.tensor(3.0)), merges, torch.zeros(4)
+
+    @torch.no_grad()
+    def train(self, mode: bool = True) -> Forgets:
+        if mode:
+            self.added = torch.zeros(4)
+        if self.merges and mode != self.training:
+            self.weight.data.mul_(1 / self.scale if mode else self.scale)
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y + self.added if not self.training else y * self.scale
+
+
+@pytest.mark.parametrize("merges", [False, True])
+@torch.no_grad()
+def test_what_eval_mode_has_of_other_origin_than_parameters_is_in_the_graph(merges) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Forgets(merges)).eval()
+    model[1].added = torch.tensor([5.0, -5.0, 3.0, 0.0])
+    x = torch.randn(64, 4)
+    wanted, weight = model(x), model[1].weight.clone()
+    torch.testing.assert_close(quantize_static(model, [x])(x), wanted, atol=0.1, rtol=0.05)
+    assert torch.equal(model(x), wanted)
+    assert torch.equal(model[1].weight, weight)

@@ -154,6 +154,52 @@ def test_no_hardsigmoid_that_is_an_addition_is_close_to_a_boundary() -> None:
     assert round(1 / float(out.scale)) == 255  # where it saturates
 
 
+class Mean(nn.Module):
+    def forward(self, x):
+        return torch.ops.aten.mean.dim(x, [2, 3])
+
+
+def test_no_mean_is_close_to_a_boundary() -> None:
+    """Of four values, whose sum is half a step beside a whole number for one sum in four."""
+    body = torch.export.export(Mean(), (torch.randn(1, 3, 2, 2),)).module(check_guards=False)
+    (mean,) = [n for n in body.graph.nodes if n.target is torch.ops.aten.mean.dim]
+    body.add_submodule("grid", grid(0.25, 0))
+    with body.graph.inserting_before(mean):
+        rounded = body.graph.call_module("grid", (mean.args[0],))
+    rounded.meta = dict(mean.args[0].meta)
+    mean.replace_input_with(mean.args[0], rounded)
+    out = grid(0.25, 0)
+    assert boundaries._values_averaged(mean, "mean") == 4  # of each of three channels
+    boundaries._move_scale_(out, [boundaries._boundary_cost(body, mean, out)])
+    results = np.arange(4 * 20) * 0.25 / 4 / float(out.scale)
+    assert np.abs(results - 0.5 - np.round(results - 0.5)).min() > boundaries.DISTANCE / 2
+    assert 1 < float(out.scale) / 0.25 <= 1 + boundaries.TRIES * boundaries.NUDGE
+
+
+def test_results_below_zero_of_a_prelu_keep_away_from_boundaries_too() -> None:
+    """They are rounded behind the slope of their channel, some of which are negative, or 0."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.PReLU(32), nn.Conv2d(32, 4, 3)).eval()
+    with torch.no_grad():
+        model[1].weight.copy_(torch.linspace(-0.5, 0.8, 32))
+        model[1].weight[3] = 0
+    quantized = quantize_static(model, [(torch.randn(8, 3, 12, 12),)], target=TARGET)
+    x, out = (float(q.scale) for q in quantized.activation_quantizers()[:2])
+    (rounding, weight), *_ = quantized.rounded_weights()
+    slopes = model[1].weight.detach().double().abs()
+
+    def close(scales: torch.Tensor) -> float:
+        """How many of the sums whose results are within 20 steps of 0 lie next to a boundary."""
+        found = 0
+        for factor in (scales * x / out * slopes)[slopes > 0].tolist():
+            results = np.arange(int(20 / factor)) * factor
+            found += int((np.abs(results - 0.5 - np.round(results - 0.5)) < boundaries.DISTANCE / 2).sum())
+        return found
+
+    scales = rounding.qparams(weight)[0].detach().double().flatten()
+    assert close(scales) < 0.8 * close(scales / rounding.scale_factor.double().flatten())
+
+
 def test_scales_follow_a_weight_that_is_trained_further() -> None:
     quantized = quantize_static(Deep(1).eval(), [image(8)], target=replace(X86, saturates=False))
     (rounding, weight), *_ = quantized.rounded_weights()
@@ -264,6 +310,17 @@ def test_pooling_beyond_the_edge_is_left_alone() -> None:
         graph = torch.export.export(Pool(counted), (torch.randn(1, 2, 6, 6),)).graph
         (pool,) = [n for n in graph.nodes if n.op == "call_function"]
         assert boundaries._values_averaged(pool, "avg_pool") == values
+
+
+def test_a_pooling_of_one_size_is_as_wide_as_it_is_high() -> None:
+    class Pool(nn.Module):
+        def forward(self, x):
+            return torch.ops.aten.avg_pool2d.default(x, [3])
+
+    graph = torch.export.export(Pool(), (torch.randn(1, 2, 6, 6),)).graph
+    (pool,) = [n for n in graph.nodes if n.op == "call_function"]
+    assert len(pool.args[1]) == 1
+    assert boundaries._values_averaged(pool, "avg_pool") == 9
 
 
 def test_looked_up_rows_are_rounded_as_their_table() -> None:

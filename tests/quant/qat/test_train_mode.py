@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import re
 import warnings
@@ -83,6 +84,35 @@ class Attends(nn.Module):
         rate = self.rate if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=rate)
         return self.leave(y[:, 0])
+
+
+class KeepsBiases(nn.Module):
+    """Attention whose position biases are computed in train mode, and kept for eval mode, as in timm's LeViT.
+
+    how: "called" keeps them from the first call on, "told" from the last `train(False)`, and "always" never makes them anew.
+    """
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.enter, self.leave, self.biases, self.how = nn.Linear(8, 24), nn.Linear(8, 8), nn.Parameter(torch.randn(5)), how
+        self.register_buffer("places", (torch.arange(5)[:, None] - torch.arange(5)).abs(), persistent=False)
+        self.kept: dict[str, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def train(self, mode: bool = True):
+        super().train(mode)
+        if mode and self.how != "always":
+            self.kept = {}
+        elif self.how == "told":
+            self.kept = {"cpu": self.biases[self.places]}
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.enter(x).chunk(3, -1)
+        if not self.training and "cpu" not in self.kept:
+            self.kept["cpu"] = self.biases[self.places]
+        biases = self.biases[self.places] if self.training else self.kept["cpu"]
+        return self.leave((q @ k.mT / 3 + biases).softmax(-1) @ v)
 
 
 class Counts(nn.Module):
@@ -171,6 +201,34 @@ def test_a_gradient_that_flows_in_train_mode_alone_is_a_warning(model, inside, n
         prepare_qat(model.eval(), [X], inside=inside)
     assert found[0].filename == __file__
     assert "what is random at" in str(found[0].message)
+
+
+@pytest.mark.parametrize("how", ["called", "told"])
+@pytest.mark.parametrize("used", [False, True])
+def test_parameters_of_values_that_are_kept_for_eval_mode_are_trained(how, used) -> None:
+    model = nn.Sequential(KeepsBiases(how)).eval()
+    with torch.no_grad():
+        wanted = (model if used else copy.deepcopy(model))(TOKENS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quantized = prepare_qat(model, [TOKENS])
+    assert torch.equal(quantized.body.get_parameter("0.biases"), model[0].biases)
+    quantized(TOKENS).square().sum().backward()
+    assert bool(quantized.body.get_parameter("0.biases").grad.any())
+    quantized.convert_()
+    with torch.no_grad():
+        before = quantized.eval()(TOKENS)
+        assert torch.allclose(before, wanted, atol=0.05)
+        quantized.body.get_parameter("0.biases").mul_(-3)
+        assert not torch.allclose(quantized(TOKENS), before, atol=0.05)
+
+
+def test_parameters_of_values_that_are_never_made_anew_are_a_warning() -> None:
+    model = KeepsBiases("always").eval()
+    wanted = r"^prepare_qat: 'biases' are not trained: in eval mode the model keeps values that it computed of them before"
+    with pytest.warns(UserWarning, match=wanted) as found:
+        prepare_qat(model, [TOKENS])
+    assert found[0].filename == __file__
 
 
 def test_code_that_takes_no_gradient_in_eval_mode_is_not_lost() -> None:

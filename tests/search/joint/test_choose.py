@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from pathlib import Path
 
 import onnx
@@ -12,9 +13,14 @@ import torch
 from torch import nn
 
 import compresskit as ck
-from compresskit.prune.channels.reconstruct import InputStatistics
-from compresskit.search.joint import JointPlan, choose_channels_and_bits
-from compresskit.search.joint.sensitivities import gptq_rounded
+from compresskit.prune.channels.reconstruct import InputStatistics, reconstruct_
+from compresskit.prune.criteria import l2
+from compresskit.prune.structure.plan import apply_
+from compresskit.quant import X86
+from compresskit.search.joint import JointPlan, JointSensitivities, choose, choose_channels_and_bits
+from compresskit.search.joint.file_size import modelled_bytes
+from compresskit.search.joint.sensitivities import GroupSensitivity, RoundingSensitivity, gptq_rounded
+from compresskit.train.batchnorm import reestimate_batchnorm_
 
 X = torch.randn(32, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 BATCHES = [X[:16], X[16:]]
@@ -62,6 +68,10 @@ def test_the_file_is_within_the_size_and_the_plan_says_what_was_measured(tmp_pat
     assert lost == sorted(lost)
     assert len(lost) > 1
     assert all(choice.file_bytes <= SIZE for choice in chosen.measured)
+    best = chosen.measured[0]
+    assert tuple(chosen.kept[group.layer] for group in chosen.sensitivities.groups) == best.kept
+    assert tuple(chosen.bits[layer.layer].weights for layer in chosen.sensitivities.layers) == best.bits
+    assert chosen.file_bytes == best.file_bytes
     assert chosen.kept["first"] == pruned.first.out_channels == pruned.second.in_channels
     assert chosen.kept["stem"] == pruned.stem.out_channels
     text = str(chosen)
@@ -103,6 +113,78 @@ def test_sensitivities_are_of_one_group_or_layer_alone() -> None:
     assert groups["first"].loss[16] == 0 < groups["first"].loss[12]
 
 
+def error(model: nn.Module, x: torch.Tensor) -> float:
+    with torch.no_grad():
+        return float((model(x) - small()(x)).square().sum() / small()(x).square().sum())
+
+
+def test_a_group_is_pruned_without_the_others_and_repaired() -> None:
+    for group in plan().sensitivities.groups:
+        for kept in set(group.loss) - {group.size}:
+            ratios = {group.layer: 1 - kept / group.size}
+            alone = ck.prune.plan_channels(small(), X[:2], ck.keep(channels=1.0), ratios=ratios)
+            pruned = apply_(copy.deepcopy(small()), alone)
+            reconstruct_(pruned, small(), alone, list(X[:24].split(8)))
+            assert group.loss[kept] == pytest.approx(error(pruned.eval(), X[24:]), rel=1e-2)
+
+
+def test_norms_of_a_pruned_model_are_estimated_again_only_where_that_helps() -> None:
+    plain = apply_(copy.deepcopy(small()), plan().channels)
+    reconstruct_(plain, small(), plan().channels, list(X.split(8)))
+    again = copy.deepcopy(plain)
+    reestimate_batchnorm_(again, BATCHES)
+    each = [error(model.eval(), X) for model in (plain, again)]
+    assert abs(each[0] - each[1]) > 0.1 * min(each)
+    assert error(plan().pruned(small(), BATCHES), X) == pytest.approx(min(each), rel=1e-3)
+
+
+@pytest.fixture
+def choices(monkeypatch):
+    """A function (bytes) -> the choices that are measured, by name, and their search; operators take more for fewer bits."""
+
+    def exported(search, kept, bits):
+        size = modelled_bytes(search.weights, kept, bits) + 2000 + 20 * sum(8 - width for width in bits)
+        return choose._Choice(kept=kept, bits=bits, channels=None, file_bytes=round(size))
+
+    def choices(size: int) -> tuple[dict[str, choose._Choice], choose._JointSearch]:
+        how = choose.JointSettings(
+            file_bytes=size, widths=(2, 4, 8), ratios=RATIOS, criterion=l2, task=None, target=X86, skip=(), ignore=()
+        )
+        groups = [("stem", 8, {8: 0.0, 6: 0.02, 4: 0.06}), ("first", 16, {16: 0.0, 12: 0.01, 8: 0.04})]
+        known = JointSensitivities(
+            groups=tuple(GroupSensitivity(layer=layer, size=size, loss=loss) for layer, size, loss in groups),
+            layers=tuple(
+                RoundingSensitivity(layer=layer, weights=1, loss={2: 0.3 / k, 4: 0.02 / k, 8: 1e-4 / k})
+                for k, layer in enumerate(("stem", "first", "second", "head"), 1)
+            ),
+        )
+        search = choose._JointSearch(small(), BATCHES, how, known)
+        return dict(search._choices(every=True)), search
+
+    monkeypatch.setattr(choose._JointSearch, "_export", exported)
+    return choices
+
+
+def test_each_choice_is_as_its_name_says_and_is_measured_once(choices) -> None:
+    found, _ = choices(3800)
+    everywhere = {bits for name, choice in found.items() if name == "4 bits everywhere" for bits in choice.bits}
+    assert everywhere == {4}
+    assert found["all channels"].kept == (8, 16)
+    assert len({(choice.kept, choice.bits) for choice in found.values()}) == len(found) > 4
+
+
+@pytest.mark.parametrize("size", [3500, 3800, 4100, 4400, 4700])
+def test_a_file_whose_operators_take_more_for_some_bits_is_within_the_budget_and_loses_least(choices, size) -> None:
+    """Of all choices whose files are within it."""
+    found, search = choices(size)
+    assert all(choice.file_bytes <= size for choice in found.values())
+    options = search._options()
+    every = [(pair[:2], pair[2:]) for pair in itertools.product(*options.groups, *options.layers)]
+    best = min(options.loss(*pair) for pair in every if search._export(*pair).file_bytes <= size)
+    first = found["losses add up"]
+    assert options.loss(first.kept, first.bits) == pytest.approx(best)
+
+
 def test_rounding_makes_up_for_the_errors_of_earlier_columns() -> None:
     random = torch.Generator().manual_seed(3)
     weight, x = torch.randn(6, 12, generator=random), torch.randn(200, 12, generator=random)
@@ -114,6 +196,15 @@ def test_rounding_makes_up_for_the_errors_of_earlier_columns() -> None:
         assert all(len(row.unique()) <= 7 for row in rounded)
     lost = [float(((rounded - weight) @ x.T).square().sum()) for rounded in (nearest, better)]
     assert lost[1] < 0.8 * lost[0]
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+def test_rounding_to_nearest_takes_the_step_of_least_error_for_each_output(bits) -> None:
+    weight = torch.randn(6, 50, generator=torch.Generator().manual_seed(4)) * torch.logspace(-2, 1, 6)[:, None]
+    top = 2 ** (bits - 1) - 1
+    steps = torch.linspace(0.05, 1, 500)[:, None, None] * weight.abs().amax(1, keepdim=True) / top
+    least = ((weight / steps).round().clamp(-top, top) * steps - weight).square().sum(2).amin(0)
+    assert ((gptq_rounded(weight, bits, None) - weight).square().sum(1) < 1.03 * least).all()
 
 
 def test_the_plan_is_two_stages_of_a_recipe(tmp_path) -> None:

@@ -82,6 +82,26 @@ def test_sizes_count_computed_weights_with_their_channels_and_bits() -> None:
     ]
 
 
+class ReadTwice(nn.Module):
+    """A layer that reads the same channels at two places, and others that stay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 8, 1), nn.Conv2d(19, 4, 1)
+
+    def forward(self, x):
+        made = self.first(x).relu()
+        return self.last(torch.cat([made, x, -made], 1))
+
+
+def test_sizes_of_a_layer_that_reads_channels_twice_count_both() -> None:
+    model = ReadTwice().eval()
+    analysis, _, _ = analyze_channels(model, (X,), where="plan_channels")
+    found = stored_weights(model, analysis, {"last.weight": model.last.weight.detach()}, {"last.weight": 0})
+    sides = {"outputs": Side(fixed=4, groups={}), "inputs": Side(fixed=3, groups={0: 2})}
+    assert found == [StoredWeight(layer=0, rest=1, **sides)]
+
+
 @pytest.mark.parametrize("width", [16, 24])
 def test_sizes_of_a_matrix_that_is_stored_transposed_follow_its_channels(width: int) -> None:
     model = OwnMatrix(transposed=False, width=width).eval()

@@ -14,6 +14,7 @@ from compresskit.search.joint.program import Options, best_choice
 #: What each weight of a random network is made of, (outputs, inputs), each as {group: entries a channel} and what always stays.
 CHAIN = [(({0: 1}, 0), ({}, 3)), (({1: 1}, 0), ({0: 1}, 0)), (({}, 5), ({1: 4}, 0))]
 RESIDUAL = [(({0: 1}, 2), ({}, 3)), (({1: 1}, 0), ({0: 1}, 2)), (({0: 1}, 2), ({1: 1}, 0)), (({0: 1}, 2), ({0: 1}, 2))]
+SEVERAL = [(({0: 2}, 0), ({}, 3)), (({1: 3}, 1), ({0: 2}, 0)), (({}, 5), ({1: 3}, 1))]  # entries of a channel, outputs, too
 
 
 def drawn(network, seed: int) -> Options:
@@ -37,7 +38,7 @@ def size_by_hand(network, kept, bits) -> float:
     return total
 
 
-@pytest.mark.parametrize("network", [CHAIN, RESIDUAL], ids=["chain", "residual"])
+@pytest.mark.parametrize("network", [CHAIN, RESIDUAL, SEVERAL], ids=["chain", "residual", "several"])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_choice_is_the_best_of_all_within_the_budget(network, seed) -> None:
     options = drawn(network, seed)

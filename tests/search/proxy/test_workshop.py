@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 import compresskit as ck
+from compresskit.base.files import write_json
 from compresskit.export.files import DiskError
 from compresskit.search.candidate import Candidate
+from compresskit.search.figures import Figures
 from compresskit.search.proxy.held_out import held_out
 from compresskit.search.proxy.workshop import Workshop
 
@@ -55,6 +57,27 @@ def test_macs_of_candidates_and_of_finalists_are_of_the_same_sample(lengths, shu
     assert found.figures.macs == found.dense.macs == found.chosen.figures.macs
     if not shuffle:
         assert found.dense.macs == found.result.rows[-1].macs
+
+
+def test_what_was_measured_in_a_folder_is_found_as_it_would_be_made_now(tmp_path) -> None:
+    task = ck.Task(train=batches(4), val=batches(4))
+    settings = {"samples": 4, "batch": 1, "threads": 1, "seconds": 0.02, "seed": 0, "target": ck.quant.X86}
+    shop = Workshop(model=torch.nn.Linear(4, 2).eval(), task=task, held=task, out=tmp_path, **settings)
+    trained = replace(shop, trains=True)
+    alike = [Candidate(macs=0.35, rank=0.6), Candidate(merged=2, macs=0.5, bits="weights4"), Candidate(bits="float")]
+    placed = [Candidate(effort="balanced"), Candidate(blocks=12, macs=0.05, bits="int4", effort="balanced")]
+    failed = Candidate(macs=0.15)
+    for each, candidates in ((shop, [*alike, *placed, failed]), (trained, placed[:1])):
+        for candidate in candidates:
+            found = asdict(Figures(metric=1.0, drop=0.0, latency=1.0, bytes=1, macs=1))
+            each.folder(candidate).mkdir(parents=True)
+            write_json(each.folder(candidate) / "figures.json", {"failure": "no"} if candidate == failed else found)
+    shop.folder(Candidate(macs=0.9)).mkdir()  # it is being made
+    (mine := tmp_path / "candidates" / "mine").mkdir()
+    write_json(mine / "figures.json", {})
+    assert set(shop.measured()) == {*alike, *placed}
+    assert set(trained.measured()) == {*alike, placed[0]}
+    assert set(replace(shop, saves="bytes").measured()) == {*alike, placed[0]}  # blocks go in another order
 
 
 def test_each_process_counts_and_times_the_same_of_shuffled_data() -> None:
