@@ -192,10 +192,9 @@ def _as_written(node: Node) -> Node | None:
     elif node.target is aten.slice.Tensor and (whole := node.args[0]).target is aten.slice_scatter.default:
         written = whole.args[1] if _range_of(node, 1) == _range_of(whole, 2) else None
     values = [each.meta.get("val") for each in (node, written) if isinstance(each, fx.Node)]
-    if len(values) < 2 or not all(isinstance(value, torch.Tensor) for value in values):
-        return None
-    here, there = ((value.dtype, str(tuple(value.shape))) for value in values)  # sizes that vary are known by their names
-    return written if here == there else None
+    kinds = {(value.dtype, str(tuple(value.shape))) for value in values if isinstance(value, torch.Tensor)}
+    # Sizes that vary are known by their names. A written value of another dtype or shape is converted.
+    return written if len(values) == 2 and len(kinds) == 1 and all(isinstance(v, torch.Tensor) for v in values) else None
 
 
 def _range_of(node: Node, place: int) -> tuple[Any, Any, Any, Any]:

@@ -143,3 +143,67 @@ def test_readers_of_lines_and_weak_labels_are_not_imitated_over_the_time() -> No
         clips = ck.Task(train=[(x, labels)], loss=of_clips)
         with pytest.raises(ModelError, match=r"^imitate\(\): Linear gives predictions \(4, 10, 6\), and neither the task's loss"):
             ck.imitate(teacher).bind(student, clips)
+
+
+@pytest.mark.parametrize("shape", [(N, T, 2), (32, 2)], ids=str)
+def test_labels_of_a_rare_class_of_great_weight_are_indices(shape) -> None:
+    """Beside a pull of a hundred times its size, the other one is small."""
+
+    def weighted(predictions: Tensor, target: Tensor) -> Tensor:
+        weight = torch.tensor([1.0, 100.0])
+        return F.binary_cross_entropy_with_logits(predictions, F.one_hot(target, 2).float(), pos_weight=weight)
+
+    x, y = normal(*shape), (normal(*shape[:-1]) > 1.3).long()
+    task = ck.Task(train=[(x, y)], val=[(x, y)], loss=weighted, metric=lambda p, t: 0.0)
+    found = class_dim(task, nn.Identity(), x)
+    assert found.known
+    assert found.dim in (-1, 1)
+
+
+def test_a_loss_with_random_numbers_of_its_own_says_nothing_of_labels() -> None:
+    own = torch.Generator().manual_seed(0)
+
+    def dropped(predictions: Tensor, target: Tensor) -> Tensor:
+        kept = torch.rand(predictions.shape, generator=own) > 0.3
+        return F.binary_cross_entropy_with_logits(predictions * kept, F.one_hot(target, C).float())
+
+    x = normal(N, T, C)
+    task = ck.Task(train=[(x, LABELS)], val=[(x, LABELS)], loss=dropped, metric=lambda p, t: 0.0)
+    assert {class_dim(task, nn.Identity(), x).dim for _ in range(5)} == {-1}
+
+
+class Counting:
+    """A loss that is no module, and counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls, self.mean = 0, torch.zeros(())
+
+    def __call__(self, predictions: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        loss = F.cross_entropy(predictions, target)
+        self.mean.lerp_(loss.detach(), 0.1)
+        return loss
+
+
+def test_a_loss_that_counts_its_calls_is_as_it_was() -> None:
+    x, y, loss = normal(32, C), torch.arange(32) % C, Counting()
+    mean = loss.mean
+    task = ck.Task(train=[(x, y)], val=[(x, y)], loss=loss, metric=lambda p, t: 0.0)
+    assert class_dim(task, nn.Identity(), x) == ClassDim(1)
+    assert (loss.calls, float(mean)) == (0, 0.0)
+    assert loss.mean is mean
+
+
+def test_a_loss_of_whole_batches_is_not_asked_where_they_are_large(monkeypatch) -> None:
+    """Its gradients would take as much memory as the predictions, several times."""
+    monkeypatch.setattr("compresskit.distill.class_dim.SUMMED", 60)
+    asked = []
+
+    def whole(predictions: Tensor, target: Tensor) -> Tensor:
+        asked.append(len(predictions))
+        return F.cross_entropy(predictions.reshape(N * T, C), target.reshape(-1))
+
+    x = normal(N, T, C)
+    task = ck.Task(train=[(x, LABELS)], val=[(x, LABELS)], loss=whole, metric=lambda p, t: 0.0)
+    assert class_dim(task, nn.Identity(), x).dim == -1
+    assert N not in asked

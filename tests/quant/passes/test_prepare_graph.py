@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 
 import networks
+import onnxruntime as ort
 import pytest
 import torch
 from networks import build, image
+from oracles import sqnr
 from torch import Tensor, nn
 
+import compresskit as ck
 from compresskit.base.errors import DataError, ModelError
 from compresskit.quant import prepare_qat, quantize_dynamic, quantize_static, quantize_to_accuracy, quantize_weights
 from compresskit.quant.passes.unfold_batchnorm import conv_bn_layers
@@ -108,3 +111,34 @@ def test_what_eval_mode_has_of_other_origin_than_parameters_is_in_the_graph(merg
     torch.testing.assert_close(quantize_static(model, [x])(x), wanted, atol=0.1, rtol=0.05)
     assert torch.equal(model(x), wanted)
     assert torch.equal(model[1].weight, weight)
+
+
+class Merging(nn.Linear):
+    """Low-rank factors that are merged into the weight for eval mode, in place, as LoRA libraries do."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.factor, self.merged = nn.Parameter(torch.randn(4, 4)), False
+
+    def train(self, mode: bool = True) -> Merging:
+        if mode == self.merged:
+            self.weight.data += self.factor.data * (-1 if mode else 1)
+            self.merged = not mode
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.merged else super().forward(x) + x @ self.factor.T
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_graph_keeps_what_is_merged_for_eval_mode(training, tmp_path) -> None:
+    """It shares parameters with its model, which takes them apart where it is told that it is in train mode again."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Merging(), nn.ReLU(), Merging()).train(training), torch.randn(64, 4)
+    wanted = copy.deepcopy(model).eval()(x).detach()
+    assert sqnr(wanted, quantize_static(model, [x])(x).detach()) > 25
+    file = ck.export_onnx(model, tmp_path / "model.onnx", (x,))
+    session = ort.InferenceSession(file)
+    (output,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(output), wanted, rtol=1e-4, atol=1e-5)
+    assert [module.training for module in model.modules()] == [training] * 4
