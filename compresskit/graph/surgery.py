@@ -215,7 +215,7 @@ def frozen_copy(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def mode(model: nn.Module, *, training: bool, tells: bool = True) -> Iterator[None]:
-    """Set a model to train or eval mode inside the block, and restore the mode of every submodule after it (`set_modes_`).
+    """Set a model to train or eval mode inside the block, and restore the mode of every submodule after it. tells: `set_modes_`.
 
     Attention computes the same in both modes and in a captured graph, see `no_attention_fastpath`; autocast of the caller is off.
     """

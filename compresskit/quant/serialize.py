@@ -104,8 +104,8 @@ def rebuild(model: nn.Module, saved: dict[str, Any]) -> Quantized:
     quantized.origin = replace(quantized.origin, smoothed=int(origin.get("smoothed", 0)), remedies=remedies, measured=measured)
     if json.loads(json.dumps(quantized.placement.to_json())) != placement:
         raise CheckpointError(
-            f"{type(model).__name__}: this torch ({torch.__version__}) captures the model as another graph than the one that was"
-            " saved; load it with the torch that saved it, or quantize again"
+            f"{type(model).__name__}: this torch ({torch.__version__}), or this compresskit, captures the model as another graph"
+            " than the one that was saved; load it with those that saved it, or quantize again"
         )
     quantized.enable_()
     return quantized.eval()

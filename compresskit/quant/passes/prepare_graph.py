@@ -242,8 +242,8 @@ def _overrides_train(module: nn.Module) -> bool:
 
 
 def _held_tensors(module: nn.Module) -> dict[int, Tensor]:
-    """The tensors that a module holds beside its parameters, by their ids. They are held, since ids are given again."""
-    own = {name: value for name, value in vars(module).items() if name not in ("_parameters", "_modules")}
+    """The tensors that a module and those in it hold beside parameters, by their ids; held, since ids are given again."""
+    own = [value for m in module.modules() for name, value in vars(m).items() if name not in ("_parameters", "_modules")]
     return {id(value): value for value in pytree.tree_leaves(own) if isinstance(value, Tensor)}
 
 

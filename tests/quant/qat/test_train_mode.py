@@ -223,6 +223,36 @@ def test_parameters_of_values_that_are_kept_for_eval_mode_are_trained(how, used)
         assert not torch.allclose(quantized(TOKENS), before, atol=0.05)
 
 
+class Forgetting(nn.Module):
+    """Its own `train` forgets what modules in it keep for eval mode, whose classes have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(KeepsBiases("always"), nn.Linear(8, 8))
+
+    def train(self, mode: bool = True) -> Forgetting:
+        if mode:
+            self.body[0].kept = {}
+        return super().train(mode)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+def test_what_an_outer_module_forgets_is_trained() -> None:
+    model = Forgetting().eval()
+    with torch.no_grad():
+        wanted = model(TOKENS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quantized = prepare_qat(model, [TOKENS])
+    quantized(TOKENS).square().sum().backward()
+    assert bool(quantized.body.get_parameter("body.0.biases").grad.any())
+    quantized.convert_()
+    with torch.no_grad():
+        assert torch.allclose(quantized.eval()(TOKENS), wanted, atol=0.05)
+
+
 def test_parameters_of_values_that_are_never_made_anew_are_a_warning() -> None:
     model = KeepsBiases("always").eval()
     wanted = r"^prepare_qat: 'biases' are not trained: in eval mode the model keeps values that it computed of them before"

@@ -80,12 +80,11 @@ def test_a_training_goes_on_from_the_candidate_and_is_not_kept(shop, ran) -> Non
 
 def test_a_sketch_begins_with_what_was_made(shop, ran) -> None:
     made, _ = shop.compressed(CUT, ORDER, 32)
-    sketch = shop.sketched(replace(CUT, bits="int8"), ORDER)
-    assert ran == ["Depth", "Prune", "StaticQuant"]
-    assert ck.count_macs(made, (torch.zeros(1, 3, 16, 16),)) > 0
+    sketch = shop.sketched(CUT, ORDER)
+    assert all(torch.equal(one, other) for one, other in zip(state(sketch), state(made), strict=True))  # refitted, as it was made
+    assert ran == ["Depth", "Prune"]
     shop.sketched(replace(CUT, macs=0.5), ORDER)
-    assert ran[3:] == ["Prune"]
-    assert sketch is not made
+    assert ran[2:] == ["Prune"]
 
 
 def test_other_samples_are_another_beginning(shop, ran) -> None:
