@@ -6,11 +6,13 @@ import argparse
 import json
 import re
 import sys
+import zlib
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -257,17 +259,30 @@ def _inputs(path: str, options: argparse.Namespace, *others: str) -> Inputs | No
     if not options.inputs:
         return None
     names = [entry.name for entry in open_session(path).get_inputs()]
-    try:
-        given = dict(np.load(options.inputs, allow_pickle=False))
-    except FileNotFoundError:
-        raise DataError(f"no such file: {options.inputs}") from None
-    except (OSError, ValueError) as error:
-        raise DataError(f"{options.inputs}: not an npz file of arrays ({error})") from None
-    if missing := sorted(set(names) - set(given)):
-        raise DataError(f"{options.inputs}: no array {missing[0]!r}; the file wants {sorted(names)}")
-    given = {name: given[name] for name in names}
+    given = _stored_arrays(options.inputs, names)
     check_sizes_of(given, options.batch, options.size, f"{options.command} --inputs {options.inputs}", OPTION)
-    return shared_inputs({name: torch.from_numpy(array) for name, array in given.items()}, others)
+    return shared_inputs(given, others)
+
+
+def _stored_arrays(path: str, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """The arrays of these names in an npz file. Raises DataError where it is none, or an array is missing or holds no numbers."""
+    try:
+        with open(path, "rb") as file:  # numpy leaves one open that is no whole zip file
+            stored = np.load(file, allow_pickle=False)
+            given = {} if isinstance(stored, np.ndarray) else dict(stored)
+    except FileNotFoundError:
+        raise DataError(f"no such file: {path}") from None
+    except (OSError, ValueError, EOFError, BadZipFile, zlib.error, RuntimeError) as error:  # RuntimeError: of how it is zipped
+        raise DataError(f"{path}: not an npz file of arrays ({error})") from None
+    if isinstance(stored, np.ndarray):
+        write = f'np.savez("inputs.npz", **{{"{(*names, "input")[0]}": array}})'
+        raise DataError(f"{path}: one array without a name, wanted an npz file with an array for each input; {write} writes one")
+    if missing := sorted(set(names) - set(given)):
+        raise DataError(f"{path}: no array {missing[0]!r}; the file wants {sorted(names)}")
+    try:
+        return {name: torch.from_numpy(given[name]) for name in names}
+    except (TypeError, ValueError) as error:  # such as texts, or numbers in the order of bytes of another machine
+        raise DataError(f"{path}: holds what no input can be ({error}); write arrays of numbers") from None
 
 
 def _agree_on_sizes_(options: argparse.Namespace, *paths: str) -> None:

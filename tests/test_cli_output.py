@@ -1,14 +1,17 @@
-"""The command line where its output cannot be written, or not as it is: no traceback, and the exit codes of its help."""
+"""The command line where outputs cannot be written or inputs not be read: no traceback, and the exit codes of its help."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import json
+import re
 import sys
+import zipfile
 from types import SimpleNamespace
 
 import checkout
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -47,6 +50,36 @@ def test_what_an_output_has_no_letters_for_is_escaped(file, monkeypatch) -> None
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
     assert main(["inspect", file]) == 0
     assert rb"\xfc.onnx: " in written.getvalue()
+
+
+def test_what_is_no_npz_file_of_numbers_ends_with_exit_code_2(file, tmp_path, capsys) -> None:
+    rows = np.zeros((2, 4), np.float32)
+    np.savez(tmp_path / "whole.npz", input=rows)
+    whole = (tmp_path / "whole.npz").read_bytes()
+    np.savez_compressed(tmp_path / "packed.npz", input=rows)
+    packed = bytearray((tmp_path / "packed.npz").read_bytes())
+    begin = 30 + int.from_bytes(packed[26:28], "little") + int.from_bytes(packed[28:30], "little")
+    packed[begin : begin + 8] = b"\xff" * 8  # of the data after the header of the entry
+    np.save(tmp_path / "one.npy", rows)
+    np.savez(tmp_path / "text.npz", input=np.array(["a"]))
+    with zipfile.ZipFile(tmp_path / "file.zip", "w") as archive:
+        archive.writestr("input", "rows")
+    for name, content in (("cut.npz", whole[:200]), ("empty.npz", b""), ("packed.npz", packed)):
+        (tmp_path / name).write_bytes(content)
+    for name, message in (
+        ("one.npy", 'one array without a name, .*; np.savez\\("inputs.npz", \\*\\*{"input": array}\\) writes one'),
+        ("cut.npz", "not an npz file of arrays"),
+        ("empty.npz", "not an npz file of arrays"),
+        ("packed.npz", "not an npz file of arrays"),
+        ("text.npz", "holds what no input can be"),
+        ("file.zip", "holds what no input can be"),
+    ):
+        for command in (["verify", file], ["bench", file], ["audit", file, "--profile"]):
+            assert main([*command, "--inputs", str(tmp_path / name)]) == 2
+            error = capsys.readouterr().err
+            assert re.match(f"compresskit: {re.escape(str(tmp_path / name))}: {message}", error), error
+            assert error.count("\n") == 1
+    assert main(["verify", file, "--inputs", str(tmp_path / "whole.npz")]) == 0
 
 
 def full_stream(buffered: bool) -> io.TextIOWrapper:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Any, Literal, TypeVar
@@ -12,9 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from compresskit.base.errors import CompressError, DataError, SettingError, first_line
+from compresskit.base.errors import CompressError, DataError, ModelError, SettingError, first_line
 from compresskit.base.progress import progress_bar
 from compresskit.base.task import Inputs, RowDims, Task, batch_size, call, shapes_of
+
+log = logging.getLogger(__name__)
 
 Values = TypeVar("Values")
 #: Inputs of one batch, as a caller may pass them.
@@ -40,6 +44,67 @@ def as_inputs(value: AnyInputs, where: str = "the example") -> Inputs:
     if isinstance(value, tuple | list):
         return outside_inference(tuple(value))
     raise DataError(f"{where}: wanted inputs as a tensor, a tuple or a dict of them, got {type(value).__name__}")
+
+
+def names_of_args(model: nn.Module) -> tuple[str, ...]:
+    """Names of the parameters of a model that positional arguments reach, in order; none where one of them has no name."""
+    kept = vars(model).get("names_of_args")  # a quantized model has those of the float one; its own forward takes anything
+    if isinstance(kept, tuple):
+        return kept
+    parameters = _parameters_of(model.forward)
+    if any(p.kind is p.POSITIONAL_ONLY for p in parameters):
+        return ()
+    return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
+
+
+def call_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> Inputs:
+    """Return the arguments of a call of a model as inputs: a tuple, or a dict where any of them is given by name.
+
+    Raises ModelError, which begins with `where`, where a positional argument beside named ones has no name itself.
+    """
+    if not args or not kwargs:
+        return kwargs or args
+    names = names_of_args(model)
+    if len(args) > len(names) or not kwargs.keys().isdisjoint(names[: len(args)]):
+        raise ModelError(
+            f"{where}: it is called with {len(args)} positional arguments beside {sorted(kwargs)} by name, wanted each argument"
+            f" once and under a name, got a forward that names {list(names)}; write parameters in the place of *args and of what"
+            " is positional only, or call it with positional arguments alone"
+        )
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def check_constants(inputs: Inputs, example: Inputs, names: Sequence[str], where: str) -> None:
+    """Raise ModelError, which begins with `where`, for other flags and numbers than a graph was captured with.
+
+    Of whole numbers, which may be counters that the model does not compute with (the index of a layer), it is a warning.
+
+    names: of the parameters that positional arguments reach, in order.
+    """
+    given, captured = (x if isinstance(x, dict) else dict(zip(names, x, strict=False)) for x in (inputs, example))
+    if isinstance(inputs, dict) and captured and given.keys() != captured.keys():
+        raise ModelError(
+            f"{where}: wanted the inputs {list(captured)} that it was captured with, got {list(given)}; give all of them,"
+            " also those that have a default, and no others"
+        )
+    for name in captured.keys() & given.keys():
+        for got, wanted in zip(pytree.tree_leaves(given[name]), pytree.tree_leaves(captured[name]), strict=False):
+            if isinstance(got, Tensor) or not (wanted is None or isinstance(wanted, bool | int | float | str)):
+                continue
+            if got is wanted or got == wanted or (got != got and wanted != wanted):  # the last are both nan
+                continue
+            message = (
+                f"{where}: wanted the input {name}={wanted!r} that it was captured with, got {got!r}; its graph has that value"
+                " for good: quantize with the other one"
+            )
+            if type(wanted) is not int or type(got) is not int:
+                raise ModelError(message)
+            _warn_of_number(f"{message}, if the model computes with it")
+
+
+@functools.lru_cache(1024)
+def _warn_of_number(message: str) -> None:
+    log.warning(message)
 
 
 def outside_inference(values: Values) -> Values:

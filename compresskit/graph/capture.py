@@ -25,7 +25,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import CompressError, ModelError, SettingError, named_first_line
-from compresskit.base.inputs import AnyInputs, as_inputs, check_has_rows, lacks_decoder_inputs, misfit
+from compresskit.base.inputs import AnyInputs, as_inputs, call_inputs, check_has_rows, lacks_decoder_inputs, misfit, names_of_args
 from compresskit.base.progress import stderr_held
 from compresskit.base.settings import as_python_dims
 from compresskit.base.task import Inputs, batch_size, first_rows, shapes_of
@@ -63,6 +63,7 @@ class Captured:
         varying: the dynamic dimensions of each tensor input, in order.
         shapes: concrete shape of every tensor-valued node for `example`.
         renamed: first part of a name in the graph -> in the model, for names that a graph module has for itself.
+        parameters: names of the model's parameters that positional arguments reach, in order.
     """
 
     module: fx.GraphModule
@@ -73,6 +74,7 @@ class Captured:
     varying: tuple[tuple[int, ...], ...]
     shapes: dict[str, tuple[int, ...]] = field(repr=False)
     renamed: dict[str, str] = field(default_factory=dict)
+    parameters: tuple[str, ...] = ()
 
     def name_in_model(self, name: str) -> str:
         """The dotted name that a tensor of the graph has in the model that was captured."""
@@ -122,6 +124,7 @@ def capture(model: nn.Module, example: AnyInputs, *, inside: str | None = None, 
         varying=tuple(_varying(model, example, dynamic).values()),
         shapes=shapes,
         renamed={there: here for here, there in reserved_names(model).items()},
+        parameters=names_of_args(model),
     )
 
 
@@ -403,30 +406,24 @@ def inputs_inside(model: nn.Module, inputs: Inputs, inside: str) -> tuple[nn.Mod
     """Return a submodule by its dotted name, and the inputs that it receives when the model is called with `inputs`.
 
     Raises:
-        ModelError: there is no such submodule, or it is not called.
+        ModelError: there is no such submodule, or it is not called, or with arguments that cannot all be named.
     """
     try:
         part = model.get_submodule(inside)
     except AttributeError:
         names = [name for name, _ in model.named_children()]
         raise ModelError(f"inside={inside!r}: {type(model).__name__} has no such module; its own are {names}") from None
-    seen = calls_inside(model, inputs, inside)
-    if not seen:
+    if not (seen := calls_inside(model, inputs, inside)):
         raise ModelError(f"inside={inside!r}: the model does not call this module for these inputs")
     return part, seen[0]
 
 
 def calls_inside(model: nn.Module, inputs: Inputs, inside: str) -> list[Inputs]:
-    """Return the inputs that a submodule receives in every call, when the model is called with `inputs`.
-
-    Raises ModelError where it is called with positional and keyword arguments mixed.
-    """
+    """Return the inputs that a submodule gets in every call, when the model is called with `inputs`; see `call_inputs`."""
     seen: list[Inputs] = []
 
-    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if args and kwargs:
-            raise ModelError(f"inside={inside!r}: it is called with positional and keyword arguments mixed")
-        seen.append(kwargs if kwargs else args)
+    def note(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.append(call_inputs(part, args, kwargs, f"inside={inside!r}"))
 
     handle = model.get_submodule(inside).register_forward_pre_hook(note, with_kwargs=True)
     try:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.nn.utils.prune import BasePruningMethod, remove
 
 from compresskit.base.errors import CheckpointError, ModelError
@@ -76,12 +77,14 @@ class Masks:
         """Set the removed weights to zero, attach the masks to the model in place of any it has, and return the model.
 
         `fit_` and every stage keep them in force; in a training loop of your own, `enforce_masks_(model, optimizer)` does, with
-        all optimizers where several train the model.
+        all optimizers where several train the model. A tied weight has its mask at the first of its names, as in
+        `named_parameters`; of masks at several of them, each removes what it says.
 
         Raises:
-            ModelError: a tensor is missing or has another shape; the model is not changed.
+            ModelError: a tensor is missing, has another shape or is computed from others; the model is not changed.
         """
-        attach_masks_(model, self)
+        self.check(model)
+        attach_masks_(model, Masks(_by_first_names(model, self.masks)))
         self.zero_(model)
         return model
 
@@ -94,8 +97,9 @@ class Masks:
                 values.masked_fill_(~mask.to(values.device), 0)
 
     def check(self, model: nn.Module) -> None:
-        """Raise `ModelError` unless the model has all masked tensors, in the shapes of their masks."""
+        """Raise `ModelError` unless the model has all masked tensors as parameters or buffers, in the shapes of their masks."""
         for name, mask in self.masks.items():
+            _check_not_computed(model, name)
             if get_tensor(model, name).shape != mask.shape:
                 raise ModelError(
                     f"{name}: the mask is for shape {tuple(mask.shape)}, this {type(model).__name__} has"
@@ -164,6 +168,36 @@ class Masks:
         return masks
 
 
+def _check_not_computed(model: nn.Module, name: str) -> None:
+    """Refuse a tensor that a module computes from others in every run: zeros that are written into it are lost."""
+    module, leaf = owner(model, name)
+    parametrized = parametrize.is_parametrized(module, leaf)
+    if not parametrized and not isinstance(vars(module).get(leaf), Tensor):  # where hooks put what they compute
+        return
+    parts = [n for n, _ in module.named_parameters() if n.startswith((f"parametrizations.{leaf}.", f"{leaf}_"))]
+    if parametrized:
+        remedy = f"torch.nn.utils.parametrize.remove_parametrizations(module, {leaf!r})"
+    elif any(isinstance(hook, BasePruningMethod) for hook in module._forward_pre_hooks.values()):
+        remedy = "ck.prune.Masks.from_torch_prune_(model)"
+    else:
+        remedy = "torch.nn.utils.remove_weight_norm(module) or remove_spectral_norm(module), as it was made"
+    raise ModelError(
+        f"{name}: a mask needs a parameter or buffer, and {type(module).__name__} computes this in every run from"
+        f" {', '.join(name.removesuffix(leaf) + part for part in parts) or 'others'}, so that zeros in it are lost; make it a"
+        f" parameter with {remedy}, or take the mask off with ck.prune.detach_masks_(model)"
+    )
+
+
+def _by_first_names(model: nn.Module, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Masks by the first name of their tensor, which `named_parameters` has; a tied one keeps what all of its masks keep."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    joined: dict[str, Tensor] = {}
+    for given, mask in masks.items():
+        name = first.get(id(get_tensor(model, given)), given)
+        joined[name] = mask & joined[name].to(mask.device) if name in joined else mask
+    return joined
+
+
 def _attached(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for path, module in model.named_modules():
         for leaf, buffer in module._buffers.items():
@@ -227,8 +261,8 @@ def transfer_masks_(model: nn.Module, other: nn.Module, names: Mapping[str, str]
     masks = masks_of(model)
     if masks is None:
         return
-    # A tied parameter has one mask, at one of its names.
-    by_tensor = {id(get_tensor(model, name)): mask for name, mask in masks.masks.items()}
+    # A tied parameter has one mask, whatever the name that it is asked for by.
+    by_tensor = {id(get_tensor(model, name)): mask for name, mask in _by_first_names(model, masks.masks).items()}
     by_name = {name: by_tensor.get(id(value)) for name, value in model.named_parameters(remove_duplicate=False)}
     transferred = {there: by_name.get(here) for here, there in names.items()}
     attach_masks_(other, Masks({name: mask for name, mask in transferred.items() if mask is not None}))
@@ -285,7 +319,7 @@ def enforce_masks_(
 
     Raises:
         ModelError: none of the optimizers updates a masked parameter, or they update masters in its place, or a run is of
-            another model.
+            another model, or a masked weight is computed from others.
     """
     masks = masks_of(model)
     if masks is None:
@@ -294,7 +328,7 @@ def enforce_masks_(
         return lambda: None
     masks.check(model)
     parameters = dict(model.named_parameters())
-    enforced = {name: mask for name, mask in masks.masks.items() if name in parameters}
+    enforced = {name: mask for name, mask in _by_first_names(model, masks.masks).items() if name in parameters}
     _check_updates((run, *others), {name: parameters[name] for name in enforced})
     handles = [
         p.register_hook(partial(_masked_gradient, mask)) for n, mask in enforced.items() if (p := parameters[n]).requires_grad

@@ -43,10 +43,10 @@ def owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def get_tensor(model: nn.Module, name: str) -> Tensor:
-    """Return the parameter or buffer of a dotted name. Raises ModelError where there is none."""
+    """Return the parameter or buffer of a dotted name. Raises ModelError for what is none, as a weight that is computed."""
     module, leaf = owner(model, name)
-    value = getattr(module, leaf, None)
-    if not isinstance(value, Tensor):
+    value = module._parameters.get(leaf, module._buffers.get(leaf))
+    if value is None:
         raise ModelError(f"{name}: {type(model).__name__} has no parameter or buffer of that name")
     return value
 

@@ -90,8 +90,13 @@ def check_policy(policy: Policy, optimizer: torch.optim.Optimizer, device: torch
         return
     assert policy.param_dtype is not None
     for group in optimizer.param_groups:
-        eps = group.get("eps")
-        if eps and not group.get("fused") and not torch.tensor(eps, dtype=policy.param_dtype).item():
+        eps = group.get("eps")  # Adafactor has a pair, whose None is the precision of the dtype
+        if (
+            isinstance(eps, int | float)
+            and eps
+            and not group.get("fused")
+            and not torch.tensor(eps, dtype=policy.param_dtype).item()
+        ):
             raise SettingError(
                 f"Policy {policy.name}: eps={eps} of {type(optimizer).__name__} is 0 in fp16 and its first step"
                 " divides by it; use fused=True, eps=1e-4, or MASTER_FP16"

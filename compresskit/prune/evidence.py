@@ -223,8 +223,18 @@ def with_batch(convolution: Any, values: Tensor) -> Tensor:
     return values[None] if values.ndim == convolution.weight.ndim - 1 else values
 
 
+def _channel_counts(layer: Any) -> tuple[int, int]:
+    """How many channels the weights of a linear layer or convolution multiply, and how many they make.
+
+    A class with a forward of its own may be given others, to which it adds coordinates, say, or may return others.
+    """
+    first, second = layer.weight.shape[:2]
+    groups = 1 if isinstance(layer, nn.Linear) else layer.groups
+    return (first, second * groups) if isinstance(layer, nn.modules.conv._ConvTransposeNd) else (second * groups, first)
+
+
 def _activations(model: nn.Module, names: Collection[str], inputs: Inputs) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Weight -> (channels, values) that its layer reads, and that it makes."""
+    """Weight -> (channels, values) that its layer reads, and that it makes, where they are those of the weight."""
     read: dict[str, Tensor] = {}
     made: dict[str, Tensor] = {}
     paths = {}
@@ -234,8 +244,10 @@ def _activations(model: nn.Module, names: Collection[str], inputs: Inputs) -> tu
             paths[name.rpartition(".")[0]] = name
 
     def visit(path: str, module: nn.Module, x: Tensor, out: Tensor) -> None:
-        for kept, value in ((read, x), (made, out)):
+        for kept, value, channels in zip((read, made), (x, out), _channel_counts(module), strict=True):
             flat, name = channels_first(module, value), paths[path]
+            if len(flat) != channels:
+                continue
             chosen = torch.randperm(flat.shape[1], generator=torch.Generator().manual_seed(0))[:MOST_POSITIONS]
             kept[name] = torch.cat([kept[name], flat[:, chosen]], 1) if name in kept else flat[:, chosen].float()
 
@@ -247,15 +259,20 @@ def _activations(model: nn.Module, names: Collection[str], inputs: Inputs) -> tu
 def _input_norms(model: nn.Module, names: Collection[str], inputs: Inputs) -> dict[str, Tensor]:
     """Weight -> for each of its entries the norm of the input channel that it multiplies, over samples and positions."""
     norms: dict[str, Tensor] = {}
+
+    def unseen(name: str, module: nn.Module) -> ModelError:
+        return ModelError(
+            f"{name}: the inputs of a {type(module).__name__} cannot be seen; protect it, or use a criterion without inputs"
+        )
+
     for name in names:
-        module, _ = owner(model, name)
-        if not isinstance(module, MaskableLayer):
-            raise ModelError(
-                f"{name}: the inputs of a {type(module).__name__} cannot be seen; protect it, or use a criterion without inputs"
-            )
+        if not isinstance(module := owner(model, name)[0], MaskableLayer):
+            raise unseen(name, module)
 
     def visit(path: str, module: nn.Module, x: Tensor, out: Tensor) -> None:
         norm = torch.linalg.vector_norm(channels_first(module, x).float(), dim=1)
+        if len(norm) != _channel_counts(module)[0]:
+            raise unseen(f"{path}.weight", module)
         norms[path] = norm if path not in norms else torch.hypot(norms[path], norm)
 
     paths = {name: name.rpartition(".")[0] for name in names}

@@ -111,10 +111,10 @@ def placed_by_ranges(
 ) -> tuple[Placement, Mapping[str, str]]:
     """The placement, as `share` joins its groups, and what is left float besides what the rules leave so, as `separate` names."""
     scheme = replace(target.activations, bits=bits_of_layer(bits, "").activations or target.activations.bits)
-    placement = place_quantizers(captured.module.graph, target, skip=skip, floating=floating)
+    placement = place_quantizers(captured.module.graph, target, skip=skip, floating=floating, bits=bits)
     while separate is not None and placement.integer and (found := separate(captured, placement, scheme)):
         more = {**floating, **found}
-        again = place_quantizers(captured.module.graph, target, skip=skip, floating=more)
+        again = place_quantizers(captured.module.graph, target, skip=skip, floating=more, bits=bits)
         if not again.integer or again == placement:
             break
         placement, floating = again, more

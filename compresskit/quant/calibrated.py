@@ -13,7 +13,7 @@ from typing import Literal, TypedDict
 import torch
 from torch import nn
 
-from compresskit.base.errors import SettingError
+from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.inputs import Batches, first_and_all
 from compresskit.base.settings import check_field_types
 from compresskit.base.task import Inputs
@@ -140,7 +140,17 @@ def calibrate_inside(model: nn.Module, quantized: Quantized, batches: Iterable[I
     """Calibrate a quantized module on batches of the whole model.
 
     Returns the quantized module, or, where `inside` is given, a copy of the whole model with it in its place.
+
+    Raises ModelError where code around the part reads what only the float one has, as nn.TransformerEncoder of its first layer.
     """
     whole = in_place_of(model, quantized, inside)
-    quantized.calibrate_(batches, through=whole if inside else None)
+    try:
+        quantized.calibrate_(batches, through=whole if inside else None)
+    except AttributeError as error:
+        if not inside or error.obj is not quantized:
+            raise
+        raise ModelError(
+            f"inside={inside!r}: code around this module reads its {error.name!r}, which a quantized one does not have; quantize"
+            " the module that holds that code, or the whole model"
+        ) from error
     return whole

@@ -19,9 +19,9 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import ModelError
-from compresskit.base.inputs import AnyInputs, call_checked, each_inputs
+from compresskit.base.inputs import AnyInputs, call_checked, call_inputs, check_constants, each_inputs
 from compresskit.base.packing import attribute_state, set_attribute_state_
-from compresskit.base.task import Inputs, batch_size, shapes_of
+from compresskit.base.task import Inputs, batch_size, call, shapes_of
 from compresskit.graph.capture import Captured
 from compresskit.graph.layers.fold_batchnorm import FoldedScales
 from compresskit.graph.masks import masks_of
@@ -74,7 +74,7 @@ class Quantized(QuantizedModule):
         self._trains = False
         self.target, self.placement, self.origin = target, placement, origin
         self.float_modules, self.float_tensors = dict(float_modules or {}), list(origin.structure["tensors"])
-        self.tied = dict(tied or {})
+        self.tied, self.names_of_args = dict(tied or {}), captured.parameters
         self.example, self.dynamic, self.varying = captured.example, captured.dynamic, captured.varying
         self.input_shapes = _open(shapes_of(captured.example), captured.varying)
         largest = max(math.prod(shape) for shape in captured.shapes.values())
@@ -129,17 +129,20 @@ class Quantized(QuantizedModule):
         return self.target
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.check_inputs(kwargs or args)
-        return self.body(*args, **kwargs)
+        inputs = call_inputs(self, args, kwargs, f"quantized {self.float_class}")
+        self.check_inputs(inputs)
+        return call(self.body, inputs)
 
     def extra_repr(self) -> str:
         coverage = str(self.placement.coverage).splitlines()[0]
         return f"{self.float_class} for {self.target_name}, {coverage}"
 
     def check_inputs(self, inputs: Inputs) -> None:
-        """Raise ModelError for a batch of another shape than the model was captured with."""
-        if isinstance(inputs, dict) and isinstance(self.example, dict) and inputs.keys() == self.example.keys():
-            inputs = {name: inputs[name] for name in self.example}  # in whatever order they were given
+        """Raise ModelError for a batch of another shape, or other flags, than the model was captured with."""
+        order = self.example if isinstance(self.example, dict) else self.names_of_args[: len(self.example)]
+        if isinstance(inputs, dict) and inputs.keys() == set(order):
+            inputs = {name: inputs[name] for name in order}  # in whatever order they were given
+        check_constants(inputs, self.example, self.names_of_args, f"quantized {self.float_class}")
         given = shapes_of(inputs)
         if _open(given, self.varying) != self.input_shapes:
             raise ModelError(

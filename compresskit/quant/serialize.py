@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from compresskit.base.errors import CheckpointError, SettingError
-from compresskit.base.task import Inputs
-from compresskit.graph.capture import Dynamic
+from compresskit.base.errors import CheckpointError, ModelError, SettingError, named_first_line
+from compresskit.base.task import Inputs, shapes_of
+from compresskit.graph.capture import Dynamic, check_runs
 from compresskit.graph.layers.merging import MergedLayer
 from compresskit.graph.surgery import restructure_
 from compresskit.quant.accuracy_target.mixed_model import rebuild_mixed
@@ -28,16 +29,25 @@ from compresskit.quant.numerics.targets import Support, Target
 from compresskit.quant.passes.prepare_graph import MeasuredPlacement, Remedy
 from compresskit.quant.weight_only.weight_model import WeightQuantized, rebuild_weights
 
+_INPUT_TYPES = """
+    bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float64 float32 float16 bfloat16 complex32 complex64 complex128
+    float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz
+"""
 #: Types of inputs that a record may name; names from a file are only looked up here.
-INPUT_DTYPES = {
-    str(d): d for d in (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool, torch.uint8)
-}
+INPUT_DTYPES: dict[str, torch.dtype] = {f"torch.{name}": getattr(torch, name) for name in _INPUT_TYPES.split()}
 
+LEAST_FILL = 1e3  # in size, of what is added to scores where nothing is to be looked at
 MAX_EXAMPLE_VALUES = 2**28  # of an example that is made from a record
+MOST_RUNS = 2**16  # of equal values, that a record keeps of an input
+MOST_NUMBERS = 64  # of an input of one dimension, such as lengths, that are not in order, as offsets are
+FEW_NUMBERS = 4  # of integers in more dimensions, such as the sizes of two images
 
 
 def record(model: Quantized) -> dict[str, Any]:
-    """Return what `rebuild` needs besides the tensors and a float model of the same class, JSON-ready."""
+    """Return what `rebuild` needs besides the tensors and a float model of the same class, JSON-ready.
+
+    Raises CheckpointError for a model with an input that cannot be made again from a file.
+    """
     plan = {"plan": model.plan.to_json()} if isinstance(model, WeightQuantized) else {}
     return plan | {
         "kind": "quantized",
@@ -76,7 +86,7 @@ def rebuild(model: nn.Module, saved: dict[str, Any]) -> Quantized:
             f"not the record of a quantized model: {type(error).__name__} {error}; save the model again"
         ) from None
     settings: dict[str, Any] = {"skip": skip, "dynamic": dynamic, "merges": merges}
-    with zeros_as_recorded(zeros):
+    with zeros_as_recorded(zeros), _names_the_example(model, example):
         quantized: Quantized
         if "mixed" in origin:
             quantized = rebuild_mixed(model, example, origin, target, floating=floating, **settings)
@@ -111,6 +121,27 @@ def rebuild(model: nn.Module, saved: dict[str, Any]) -> Quantized:
     return quantized.eval()
 
 
+@contextmanager
+def _names_the_example(model: nn.Module, example: Inputs) -> Iterator[None]:
+    """Let errors of a block say so where it is the example, of which a file keeps little, that the model does not run on."""
+    try:
+        yield
+    except ModelError as refusal:
+        try:
+            check_runs(model, example)
+        except ModelError as error:
+            if str(error) != str(refusal):
+                raise refusal from refusal.__cause__  # which says more
+            why = "" if error.__cause__ is None else f": {named_first_line(error.__cause__)}"
+            raise CheckpointError(
+                f"{type(model).__name__} does not run on inputs of shape {shapes_of(example)} with the values that the file keeps"
+                f" of the example{why}; give a model that was made as the quantized one was. Where it was, quantize and save it"
+                " again: masks, lengths and offsets are kept, which an earlier compresskit did not keep, and of other inputs few"
+                " values, so that a first batch without padding may be needed"
+            ) from error.__cause__
+        raise
+
+
 def _target(saved: dict[str, Any]) -> Target:
     fields = dict(saved)
     for name in ("activations", "weights"):
@@ -133,26 +164,91 @@ def _dynamic(saved: Any) -> Dynamic:
 
 
 def _example_record(example: Inputs) -> dict[str, Any]:
-    def one(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            raise CheckpointError(f"an input is {type(value).__name__}; only models whose inputs are all tensors can be saved")
-        record: dict[str, Any] = {"shape": list(value.shape), "dtype": str(value.dtype)}
-        if value.numel() and not value.is_floating_point() and not value.is_complex() and value.dtype != torch.bool:
-            record["value"] = int(value.max())  # 0 may be padding alone, or the length of a sequence, which no model takes
-        return record
-
     if isinstance(example, dict):
-        return {"kwargs": {name: one(value) for name, value in example.items()}}
-    return {"args": [one(value) for value in example]}
+        return {"kwargs": {name: _input_record(value) for name, value in example.items()}}
+    return {"args": [_input_record(value) for value in example]}
+
+
+def _input_record(value: Any) -> dict[str, Any]:
+    """What a file keeps of one input, JSON-ready. Raises CheckpointError for what cannot be made again from a file."""
+    if isinstance(value, Tensor) and str(value.dtype) in INPUT_DTYPES and value.layout is torch.strided:
+        values, counts = torch.unique_consecutive(_stand_in(value).flatten(), return_counts=True)
+        return {
+            "shape": list(value.shape),
+            "dtype": str(value.dtype),
+            "values": [v if math.isfinite(v) else str(v) for v in values.tolist()],
+            "counts": counts.tolist(),
+        }
+    if type(value) in (tuple, list):
+        return {type(value).__name__: [_input_record(v) for v in value]}
+    if type(value) is dict and all(isinstance(name, str) for name in value):
+        return {"dict": {name: _input_record(v) for name, v in value.items()}}
+    if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
+        return {"constant": value}
+    kind = f"a tensor of {value.dtype}, {value.layout}" if isinstance(value, Tensor) else f"of type {type(value).__name__}"
+    raise CheckpointError(
+        f"save: an input of the model is {kind}, which no file can tell; wanted tensors of numbers, None, bools, numbers and"
+        " texts, alone or in tuples, lists and dicts"
+    )
+
+
+def _stand_in(value: Tensor) -> Tensor:
+    """An input with the values that code depends on, as float64 or int64, and none else: they may be a user's data.
+
+    Kept are masks (bools; two numbers, each row one or two runs of them, or one of them as large as what is added to scores),
+    lengths and offsets (one dimension, few or in order), and a few integers. Of other indices the greatest stays where it is,
+    which may be padding, and the next stands for the others, since the least may be padding, too, or a length that no model
+    takes. Other integers become the greatest, other inputs 0.
+    """
+    if value.is_complex():
+        return torch.zeros(value.shape)
+    whole = not value.is_floating_point()
+    numbers = value.detach().cpu().to(torch.int64 if whole else torch.float64)
+    different = numbers.unique()
+    is_mask = value.dtype == torch.bool or (len(different) <= 2 and _are_masks(numbers, different))
+    is_row = numbers.ndim < 2 and (numbers.numel() <= MOST_NUMBERS or bool((numbers.diff() >= 0).all()))
+    if is_mask or is_row or (whole and numbers.numel() <= FEW_NUMBERS):
+        kept = numbers
+    elif value.dtype in (torch.int32, torch.int64):  # indices; integers of fewer bits are images and recordings
+        kept = torch.where(numbers == different[-1], numbers, different[-2])
+    else:
+        kept = torch.full_like(numbers, different[-1].item() if whole else 0)
+    runs = len(kept.flatten().unique_consecutive())
+    return kept if runs <= MOST_RUNS else torch.full_like(numbers, different[-1].item() if whole else 0)
+
+
+def _are_masks(numbers: Tensor, different: Tensor) -> bool:
+    """Whether numbers of at most two values are masks, and not pictures of two colours or tables of yes and no."""
+    if not len(different) or not bool((different.isinf() | (different == different.round())).all()):
+        return False
+    return float(different.abs().max()) >= LEAST_FILL or numbers.ndim < 2 or int((numbers.diff() != 0).sum(-1).max()) < 2
 
 
 def _example(saved: dict[str, Any]) -> Inputs:
-    def one(value: dict[str, Any]) -> Tensor:
-        shape = [int(n) for n in value["shape"]]
-        if min(shape, default=0) < 0 or math.prod(shape) > MAX_EXAMPLE_VALUES:
-            raise ValueError(f"an example of shape {shape}")
-        return torch.full(shape, int(value.get("value", 0)), dtype=INPUT_DTYPES[value["dtype"]])
-
     if "kwargs" in saved:
-        return {str(name): one(value) for name, value in saved["kwargs"].items()}
-    return tuple(one(value) for value in saved["args"])
+        return {str(name): _input(value) for name, value in saved["kwargs"].items()}
+    return tuple(_input(value) for value in saved["args"])
+
+
+def _input(saved: dict[str, Any]) -> Any:
+    """One input from its record. Records of earlier versions have one value, or none, for all places of a tensor."""
+    for kind in (tuple, list):
+        if kind.__name__ in saved:
+            return kind(_input(value) for value in saved[kind.__name__])
+    if "dict" in saved:
+        return {str(name): _input(value) for name, value in saved["dict"].items()}
+    if "constant" in saved:
+        return saved["constant"]
+    shape = [int(n) for n in saved["shape"]]
+    total = math.prod(shape)
+    if min(shape, default=0) < 0 or total > MAX_EXAMPLE_VALUES:
+        raise ValueError(f"an example of shape {shape}")
+    dtype = INPUT_DTYPES[saved["dtype"]]
+    if "values" not in saved:
+        return torch.full(shape, int(saved.get("value", 0)), dtype=dtype)
+    counts = [int(n) for n in saved["counts"]]
+    if min(counts, default=0) < 0 or sum(counts) != total or len(counts) != len(saved["values"]):
+        raise ValueError(f"an example of shape {shape} with {sum(counts)} values")
+    wide, number = (torch.float64, float) if dtype.is_floating_point or dtype.is_complex else (torch.int64, int)
+    values = torch.tensor([number(v) for v in saved["values"]], dtype=wide)
+    return values.repeat_interleave(torch.tensor(counts, dtype=torch.int64)).reshape(shape).to(dtype)

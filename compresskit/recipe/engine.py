@@ -258,16 +258,18 @@ def finish_run(run: RunSettings, steps: list[RunStep], reports: list[StageReport
     """
     files = [run.out / step.name / "model.onnx" for step in steps]
     exported = [i for i, file in enumerate(files) if file.exists()]
+    reports = [
+        replace(report, bytes=file_bytes(file)) if file.exists() else report for report, file in zip(reports, files, strict=True)
+    ]
     before = reports_before(run) if all(run.reused) else []
-    times = latencies_before(before, steps, exported)
+    times = latencies_before(before, reports, exported)
     sample: Inputs | None = None
     if times is None:
         sample = timed_sample([files[i] for i in exported], task, run.dims)
         times = latency([files[i] for i in exported], sample)
-    reports = list(reports)
     for i, milliseconds in zip(exported, times, strict=True):
-        reports[i] = replace(reports[i], latency_ms=milliseconds, bytes=file_bytes(files[i]))
-    if reports != before:
+        reports[i] = replace(reports[i], latency_ms=milliseconds)
+    if repr(reports) != repr(before):  # in which a metric that is nan equals itself
         inputs = sample or timed_sample([files[i] for i in exported], task, run.dims)
         found = {steps[i].name: layer_times(files[i], inputs) for i in progress_bar(exported, desc="time layers")}
         write_reports(run, steps, reports, task, {name: entry for name, entry in found.items() if entry})
@@ -316,8 +318,12 @@ def reports_before(run: RunSettings) -> list[StageReport]:
         return []
 
 
-def latencies_before(before: list[StageReport], steps: list[RunStep], exported: list[int]) -> list[float] | None:
-    """The latencies of the exported steps in earlier reports, in ms; None where one is missing."""
-    found = {row.stage: row.latency_ms for row in before}
-    times = [time for i in exported if (time := found.get(steps[i].name)) is not None]
+def latencies_before(before: list[StageReport], reports: list[StageReport], exported: list[int]) -> list[float] | None:
+    """The latencies of the exported steps in an earlier report, in ms; None where one is missing.
+
+    One of a file of the same name is none where the rest of its row is another: a run that ended before it wrote its report
+    leaves new stages beside the report of the old ones.
+    """
+    found = {repr(replace(row, latency_ms=None)): row.latency_ms for row in before}
+    times = [time for i in exported if (time := found.get(repr(replace(reports[i], latency_ms=None)))) is not None]
     return times if len(times) == len(exported) else None

@@ -99,9 +99,9 @@ def locked(out: Path) -> Iterator[None]:
             owner = file.read(32).strip() or "unknown"
             raise CheckpointError(f"{out}: in use by another process ({owner}); wait for it, end it, or choose another out=")
         if file.writable():
-            file.truncate(0)
-            file.write(f"{os.getpid()}\n")
-            file.flush()
+            with suppress(OSError):  # of a full disk: it is for a message alone. What is not buffered is not written at the end
+                os.ftruncate(file.fileno(), 0)
+                os.write(file.fileno(), f"{os.getpid()}\n".encode())
         for part in out.glob(".*.part"):  # of a process that was killed while it wrote
             with suppress(OSError):  # where the folder can only be read
                 part.unlink(missing_ok=True)
@@ -155,6 +155,21 @@ def clear_stage_folder(folder: Path) -> None:
             part.unlink(missing_ok=True)
     except OSError as error:
         raise CheckpointError(unwritable(folder, error)) from error
+
+
+def clear_other_network(out: Path, model: nn.Module) -> None:
+    """Empty the folder of a baseline that is of another network: that of a stage whose settings were others then."""
+    if not (out / "recipe.json").exists():
+        return
+    with locked(out):
+        old = read_json(out / "recipe.json", "a recipe")
+        if (old.get("model"), old.get("structure")) == (type(model).__name__, structure_hash(model)):
+            return
+        for path in sorted(out.iterdir(), key=lambda path: path.name == "recipe.json"):  # what says whose folder it is goes last
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != LOCK:
+                path.unlink(missing_ok=True)
 
 
 def delete_checkpoints(folder: Path) -> None:

@@ -25,7 +25,7 @@ from compresskit.base.files import FORMAT, read_json
 from compresskit.base.fingerprint import describe, describe_task
 from compresskit.base.progress import Every, stoppable
 from compresskit.base.randomness import seed_generators_
-from compresskit.base.settings import as_python_dims
+from compresskit.base.settings import as_python, as_python_dims
 from compresskit.base.stage import PROPERTIES, Stage
 from compresskit.base.task import Task, check_is_task
 from compresskit.export.onnx import Opset, check_opset
@@ -44,7 +44,17 @@ from compresskit.recipe.dependencies import (
     versions,
 )
 from compresskit.recipe.engine import RunSettings, report_baselines, run_steps
-from compresskit.recipe.folder import ROW, START, RunPlan, RunStep, folder_of_run, locked, plan_run, start_of_run
+from compresskit.recipe.folder import (
+    ROW,
+    START,
+    RunPlan,
+    RunStep,
+    clear_other_network,
+    folder_of_run,
+    locked,
+    plan_run,
+    start_of_run,
+)
 from compresskit.recipe.half_precision import HALF_DTYPES, half_precision_row
 from compresskit.recipe.preflight import check_labelled, preflight_check
 from compresskit.recipe.report import StageReport, remarks, table
@@ -97,8 +107,14 @@ class Result:
                 the metric, or, with `drop`, the size of the file.
 
         Raises:
-            SettingError: which metric is better is not said, `by` is no function, or no row is left.
+            SettingError: which metric is better is not said, `drop` is no number, `by` is no function, or no row is left.
         """
+        drop = as_python(drop)
+        if drop is not None and (not isinstance(drop, int | float) or isinstance(drop, bool) or math.isnan(drop)):
+            raise SettingError(
+                "Result.best(drop=...): wanted a number in the unit of the metric, such as 0.01 for a point of accuracy, got"
+                f" {drop!r}"
+            )
         if by is not None and not callable(by):
             raise SettingError(f"Result.best(by=...): wanted a function of a row, such as lambda row: row.latency_ms, got {by!r}")
         if self.higher_is_better is None:
@@ -342,7 +358,9 @@ class Recipe:
         for baseline in baselines(self.stages, made, task, own):
             name = f"{baseline.stage + 1}-{type(self.stages[baseline.stage]).__name__.lower()}"
             alone = Recipe(baseline.train, **settings, on_step=self.on_step, on_epoch=self.on_epoch)
-            row = alone.run(baseline.model, task, out / "baselines" / name).rows[0]
+            folder = out / "baselines" / name
+            distributed.on_rank_zero(partial(clear_other_network, folder, baseline.model))
+            row = alone.run(baseline.model, task, folder).rows[0]
             rows.append(replace(row, stage=f"{name}, alone"))
         trained = made if self._reports_start else {stage: model for stage, model in made.items() if stage >= 0}
         if (last := last_dense_float(trained)) is not None:

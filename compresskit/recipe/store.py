@@ -45,6 +45,9 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # 
 def save(model: nn.Module, folder: str | Path) -> None:
     """Write a float, pruned or quantized model into a folder, which is made where it is missing. The model is not changed.
 
+    Of the inputs that a quantized model was made with (two rows where the batch varies), the file has masks, lengths and offsets,
+    without which models may not run where they are loaded. Images, and texts of more than 64 tokens, are not in it.
+
     Raises CheckpointError where the folder cannot be written, or for a tensor whose dtype cannot be stored; ModelError for what
     is no module, a tensor without values, a mask whose shape is not that of its tensor, and weights that a mask removes and that
     are not zero; SettingError for what is no path.

@@ -45,6 +45,7 @@ from compresskit.search.proxy.workshop import Workshop
 from compresskit.search.script.source import as_script
 from compresskit.search.study import import_optuna
 from compresskit.search.workers import Worker
+from compresskit.train.modes import remember_modes_
 from compresskit.train.train import Train
 
 log = logging.getLogger(__name__)
@@ -124,7 +125,9 @@ def _compress(model: nn.Module, task: Task, budget: Ceilings, out: Path, setting
 
 
 def _workshop(model: nn.Module, task: Task, budget: Ceilings, out: Path, settings: SearchSettings, *, trains: bool) -> Workshop:
-    mine = copy_model(model).to(task.device).eval()
+    mine = copy_model(model).to(task.device)
+    remember_modes_(mine)  # what was given in eval mode, such as a frozen BatchNorm, stays there in trainings, as in a Recipe
+    mine.eval()
     return Workshop(
         model=mine,
         task=task,

@@ -48,7 +48,7 @@ class SearchSettings:
                 raise SettingError(f"compress({name}=...): wanted a whole number >= 1, got {value!r}")
         if self.train is not None and type(self.train) is not Train:
             raise SettingError(f"compress(train=...): wanted a Train, got {self.train!r}")
-        check_field_types(self)
+        check_field_types(self, "compress")
         object.__setattr__(self, "dynamic", as_python_dims(self.dynamic))
         check_target(self.target, "compress")
         if self.seconds <= 0:

@@ -10,7 +10,7 @@ from torch import nn
 
 import compresskit as ck
 from compresskit.base.errors import DataError, ModelError
-from compresskit.base.inputs import call_checked, not_finite
+from compresskit.base.inputs import call_checked, call_inputs, not_finite
 from compresskit.graph.capture import capture
 from compresskit.measure import latency
 
@@ -147,3 +147,29 @@ def test_values_that_are_not_finite_are_found_in_tensors_of_other_layouts() -> N
     others = [torch.ones(2, dtype=torch.float8_e4m3fn), torch.ones(2, device="meta"), torch.ones(2, dtype=torch.bool)]
     assert not_finite([*others, torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)]) == ""
     assert not_finite(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])) == ""
+
+
+class Arguments(nn.Module):
+    def forward(self, x, mask=None, *rest, flag=False, **others):
+        return x
+
+
+class PositionalOnly(nn.Module):
+    def forward(self, x, /, mask=None):
+        return x
+
+
+def test_arguments_of_a_call_are_a_tuple_or_a_dict() -> None:
+    model = Arguments()
+    assert call_inputs(model, (1, 2, 3), {}, "here") == (1, 2, 3)
+    assert call_inputs(model, (), {"mask": 2, "x": 1}, "here") == {"mask": 2, "x": 1}
+    assert call_inputs(model, (1,), {"mask": None, "flag": True, "other": 4}, "here") == dict(x=1, mask=None, flag=True, other=4)
+    for module, args, kwargs in (
+        (model, (1, 2, 3), {"flag": True}),
+        (model, (1,), {"x": 2}),
+        (PositionalOnly(), (1,), {"mask": 2}),
+    ):
+        with pytest.raises(
+            ModelError, match=r"here: it is called with \d positional arguments beside .* write parameters in the place"
+        ):
+            call_inputs(module, args, kwargs, "here")

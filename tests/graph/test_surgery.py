@@ -132,6 +132,17 @@ def test_unknown_names_are_refused() -> None:
         surgery.get_tensor(model, "wait")
 
 
+def test_a_weight_that_is_computed_is_no_parameter() -> None:
+    """A plan of the plain model put a buffer in its place, that nothing reads, and cut all else."""
+    model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
+    plan = ck.prune.plan_channels(model, torch.randn(2, 4), ck.keep(macs=0.5))
+    nn.utils.parametrizations.weight_norm(model[0])
+    before = {name: value.shape for name, value in model.state_dict().items()}
+    with pytest.raises(ModelError, match="0.weight: Sequential has no parameter or buffer of that name"):
+        ck.prune.apply_(model, plan)
+    assert {name: value.shape for name, value in model.state_dict().items()} == before
+
+
 class Remembers(nn.Sequential):
     def forward(self, x):
         self.seen = {"hidden": [self[0](x)]}

@@ -86,6 +86,28 @@ def test_a_plain_loop_with_a_resume(plain, closure: bool) -> None:
     assert same(run.finish(), plain)
 
 
+@pytest.mark.parametrize("policy", [ck.mixed.FP32, ck.mixed.MASTER_FP16, ck.mixed.SPLIT_BF16], ids=lambda policy: policy.name)
+def test_a_group_added_to_it_is_the_runs(policy) -> None:
+    def unfrozen(add) -> nn.Module:
+        model = network()
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.AdamW(model[2].parameters(), lr=0.01)
+        run = ck.mixed.prepare(model, optimizer, policy)
+        wrapped = ck.mixed.RunOptimizer(run)
+        model[0].requires_grad_(True)
+        add(run, wrapped, {"params": list(model[0].parameters()), "lr": 1e-3})
+        assert wrapped.param_groups is optimizer.param_groups
+        assert [group["lr"] for group in wrapped.param_groups] == [0.01, 1e-3]
+        for x, y in LOADER:
+            run.backward(loss_of(run, x, y))
+            wrapped.step()
+        return run.finish()
+
+    model = unfrozen(lambda run, wrapped, group: wrapped.add_param_group(group))
+    assert same(model, unfrozen(lambda run, wrapped, group: run.add_group(group)))
+    assert not torch.equal(model[0].weight, network()[0].weight)  # type: ignore[index]
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_lightning_by_automatic_optimization(plain, tmp_path) -> None:
     lightning = pytest.importorskip("lightning", reason="lightning is not installed")

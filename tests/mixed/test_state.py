@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from compresskit import mixed
-from compresskit.base.errors import CheckpointError
+from compresskit.base.errors import CheckpointError, TrainingError
 from compresskit.mixed import prepare
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")  # fp16 on a CPU, pure policies: meant here
@@ -267,3 +267,50 @@ def test_a_state_has_what_was_written_through_data() -> None:
     wanted = run.named_masters()["weight"].clone()
     wanted[0, 1] = model.weight.data[0, 1] = 3.0
     assert torch.equal(run.state_dict()["weights"]["weight"], wanted)
+
+
+@pytest.mark.parametrize("policy", [mixed.SPLIT_BF16, mixed.KAHAN_BF16], ids=lambda policy: policy.name)
+def test_weights_loaded_before_the_first_step_are_taken_as_they_are(policy) -> None:
+    """A Trainer that resumes loads the model, asks the optimizer for its state, and loads that one."""
+    run, _ = start(policy, OPTIMIZERS["adamw"])
+    go(run, range(2))
+    model, state = copy.deepcopy(run.model.state_dict()), stored(run.state_dict())
+    go(run, range(2, 4))
+    resumed, _ = start(policy, OPTIMIZERS["adamw"])
+    resumed.model.load_state_dict(model)
+    weights = resumed.state_dict()["weights"]
+    assert all(torch.equal(weights[name].to(model[name].dtype), model[name]) for name in weights)
+    resumed.load_state_dict(state)
+    go(resumed, range(2, 4))
+    same(resumed.state_dict(), run.state_dict())
+    resumed.model.load_state_dict(model)
+    with pytest.raises(TrainingError, match="was changed outside run.step"):  # now its remainders are of a training
+        resumed.state_dict()
+
+
+@pytest.mark.parametrize("policy", [mixed.SPLIT_BF16, mixed.MASTER_BF16], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_write_before_the_first_step_changes_what_is_written_alone(policy, asked) -> None:
+    model = nn.Linear(8, 8)
+    wanted = model.weight.detach().clone()
+    wanted[0, 0] = 0.5
+    run = prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), policy)
+    model.load_state_dict({name: values.clone() for name, values in model.state_dict().items()})  # what is there already
+    with torch.no_grad():
+        model.weight[0, 0] = 0.5
+    if asked:
+        run.state_dict()
+    run.backward(run(torch.randn(4, 8)).square().mean())
+    run.step()
+    assert torch.equal(run.finish().weight, wanted)
+
+
+@pytest.mark.parametrize("policy", [mixed.SPLIT_BF16, mixed.KAHAN_BF16], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("cast", [nn.Module.half, nn.Module.float])
+@pytest.mark.parametrize("asked", [mixed.Run.state_dict, mixed.Run.finish])
+def test_a_cast_by_hand_before_the_first_step_is_refused(policy, cast, asked) -> None:
+    model = nn.Linear(8, 8)
+    run = prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), policy)
+    cast(model)
+    with pytest.raises(TrainingError, match=r"weight was cast to torch\.float.* by hand after prepare"):
+        asked(run)

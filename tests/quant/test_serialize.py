@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import operator
 
@@ -14,11 +15,13 @@ from networks import build, image
 from torch import nn
 
 import compresskit as ck
+from compresskit.base.errors import CheckpointError
 from compresskit.quant import Quantized, quantize_dynamic, quantize_static, quantize_weights
 from compresskit.quant.accuracy_target.mixed_model import INT8, PRECISIONS, build_mixed
 from compresskit.quant.dynamic.placement_dynamic import ALL_ZERO, DEFAULT_OPERATORS
 from compresskit.quant.numerics.palette import Palette
 from compresskit.quant.numerics.targets import X86
+from compresskit.quant.serialize import INPUT_DTYPES, rebuild, record
 
 
 class Layers(nn.Module):
@@ -156,3 +159,117 @@ def test_values_of_the_model_that_is_loaded_into_decide_nothing(kind, zeros, tmp
 def test_weights_are_looked_at_again_after_a_model_was_loaded(tmp_path) -> None:
     loads(quantize_dynamic(Layers().eval(), rows()), Layers(), rows(), tmp_path)
     assert quantize_dynamic(Layers(zeros=True).eval(), rows()).placement.floating["linear_2"] == ALL_ZERO
+
+
+class Samples(nn.Module):
+    """Takes numbers of any type, as a recorder or a table gives them, (2, 32) each or what is broadcast to that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, *inputs):
+        return self.head(sum((x.real if x.is_complex() else x).float().expand(2, 32) / 128 for x in inputs))
+
+
+class Masked(nn.Module):
+    """An LSTM over rows whose lengths come from a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.rnn, self.head = nn.Embedding(30, 8), nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 4)
+
+    def forward(self, ids, mask):
+        lengths = mask.sum(1).cpu()
+        packed = nn.utils.rnn.pack_padded_sequence(self.words(ids), lengths, batch_first=True, enforce_sorted=False)
+        padded, _ = nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True, total_length=ids.shape[1])
+        return self.head(padded)
+
+
+class Bag(nn.Module):
+    """Reads the rows of a batch, one after the other, with where each begins, in several forms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.EmbeddingBag(30, 8), nn.Linear(8, 4)
+
+    def forward(self, ids, where, scale=None, *, double=False):
+        y = self.head(self.words(ids, where["offsets"]))
+        return y * 2 if double else y
+
+
+LONG = torch.arange(20) < torch.tensor([20, 9])[:, None]  # the mask of two rows
+IDS = torch.randint(1, 29, LONG.shape, generator=torch.Generator().manual_seed(0))
+
+
+def plain_record(model: Quantized) -> dict:
+    """The record as a file gives it back."""
+    plain: dict = json.loads(json.dumps(record(model), allow_nan=False))
+    return plain
+
+
+def test_inputs_of_any_type_are_rebuilt() -> None:
+    """With the values of masks, lengths and the like; samples of the data are not in the record."""
+    numbers = torch.randn(2, 32).abs() * 60
+    samples = {name: numbers.to(dtype) for name, dtype in INPUT_DTYPES.items() if name not in ("torch.bool", "torch.complex32")}
+    samples |= {"pictures of two colours": (numbers > 40).float(), "the same in bytes": (numbers > 40).to(torch.uint8) * 255}
+    kept = {
+        "bools": numbers > 40,
+        "zeros behind ones": (torch.arange(32) < torch.tensor([[20], [9]])).float(),
+        "added to scores": torch.zeros(2, 32).masked_fill(numbers > 90, -torch.inf),
+        "fractions": torch.linspace(0, 1, 32),
+        "lengths": torch.randint(1, 9, (32,)),
+        "sizes": torch.tensor([[3], [4]]),
+        "one number": torch.tensor(7, dtype=torch.int16),
+    }
+    model = Samples().eval()
+    quantized = quantize_dynamic(model, (*samples.values(), *kept.values()), dynamic=())
+    saved = plain_record(quantized)
+    inputs = dict(zip([*samples, *kept], rebuild(Samples(), saved).example, strict=True))
+    for name, value in kept.items():
+        assert torch.equal(inputs[name], value), name
+    for name, value in samples.items():
+        assert inputs[name].dtype == value.dtype, name
+        assert not torch.equal(inputs[name].to(torch.complex128), value.to(torch.complex128)), name
+    ids, greatest = samples["torch.int64"], samples["torch.int64"].max()
+    # Indices: the greatest may be padding, as the least may, so that one between them stands for the others.
+    assert torch.equal(inputs["torch.int64"], ids.where(ids == greatest, ids[ids < greatest].max()))
+    assert (inputs["torch.int16"] == samples["torch.int16"].max()).all()
+    assert (inputs["torch.float64"] == 0).all()
+    assert max(len(one["values"]) for one in saved["example"]["args"]) <= 64
+
+
+def test_a_model_of_rows_with_a_mask_is_rebuilt_to_the_bit(tmp_path) -> None:
+    quantized = quantize_dynamic(Masked().eval(), (IDS, LONG), dynamic=(0, 1))
+    ck.save(quantized, tmp_path)
+    again = ck.load(Masked(), tmp_path)
+    with torch.no_grad():
+        assert torch.equal(again(IDS, LONG), quantized(IDS, LONG))
+    saved = plain_record(quantized)
+    saved["example"]["args"][1] = {"shape": [2, 20], "dtype": "torch.bool"}  # as an earlier compresskit did
+    with pytest.raises(CheckpointError, match=r"the values that the file keeps of the example.*Length of all samples"):
+        rebuild(Masked(), saved)
+
+
+def test_offsets_and_flags_are_saved(tmp_path) -> None:
+    x = {"ids": IDS.flatten(), "where": {"offsets": torch.tensor([0, 3, 7])}, "scale": None, "double": True}
+    quantized = quantize_dynamic(Bag().eval(), x, dynamic=())
+    ck.save(quantized, tmp_path)
+    again = ck.load(Bag(), tmp_path)
+    with torch.no_grad():
+        assert torch.equal(again(**x), quantized(**x))
+    assert again.example["scale"] is None
+    assert again.example["double"] is True
+    quantized.example["scale"] = object()
+    with pytest.raises(CheckpointError, match="an input of the model is of type object"):
+        ck.save(quantized, tmp_path)
+
+
+def test_records_of_earlier_versions_are_read() -> None:
+    """They have the greatest value of integers, and none of others."""
+    saved = plain_record(quantize_dynamic(Samples().eval(), (torch.randint(0, 9, (2, 32)), torch.randn(2, 32)), dynamic=()))
+    sizes = {"shape": [2, 32]}
+    saved["example"] = {"args": [sizes | {"dtype": "torch.int64", "value": 39}, sizes | {"dtype": "torch.float32"}]}
+    whole, numbers = rebuild(Samples(), saved).example
+    assert torch.equal(whole, torch.full((2, 32), 39))
+    assert torch.equal(numbers, torch.zeros(2, 32))

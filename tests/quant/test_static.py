@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import networks
@@ -15,7 +16,7 @@ from torch import nn
 import compresskit as ck
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.measure import session
-from compresskit.quant import Quantized, quantize_static
+from compresskit.quant import Quantized, quantize_dynamic, quantize_static
 
 
 @pytest.mark.parametrize("settings", [{"samples": 0}])
@@ -106,6 +107,80 @@ def test_a_model_with_a_quantized_part_is_exported_whole(tmp_path) -> None:
     assert ck.verify_onnx(path, whole, [image(32)]).passed
     audit = ck.audit(path)
     assert audit.operators["Conv"] == (4, 5)
+
+
+class Gated(nn.Module):
+    """A block that is called with arguments in order and by name, as those of nn.TransformerEncoder and of Hugging Face are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x, gate, *, bias=None, double=False):
+        y = self.b(F.relu(self.a(x)) * gate)
+        return y * 2 if double else y
+
+
+class CallsByName(nn.Module):
+    def __init__(self, part: nn.Module, reads: str = "") -> None:
+        super().__init__()
+        self.part, self.reads, self.twice = part, reads, False
+
+    def forward(self, x):
+        if self.reads:
+            getattr(self.part, self.reads)
+        return self.part(x, gate=x.mean(1, keepdim=True).sigmoid(), bias=None, double=self.twice)
+
+
+def test_inside_takes_parts_that_are_called_with_some_arguments_by_name(tmp_path) -> None:
+    model, x = CallsByName(Gated()).eval(), torch.randn(16, 8)
+    file = ck.export_onnx(model, tmp_path / "float.onnx", x, inside="part")
+    assert ck.verify_onnx(file, model, [(x,)], inside="part").passed
+    assert ck.prune.plan_channels(model, x, ck.keep(macs=0.6), inside="part").remove
+    whole = quantize_static(model, [x], inside="part")
+    assert (whole(x) - model(x)).abs().max() < 0.1
+    file = ck.export_onnx(whole, tmp_path / "part.onnx", x, inside="part")
+    assert ck.verify_onnx(file, whole, [(x,)], inside="part").passed
+    ck.save(whole, tmp_path / "saved")
+    again = ck.load(CallsByName(Gated()), tmp_path / "saved")
+    assert torch.equal(again(x), whole(x))
+    again.twice = True
+    with pytest.raises(ModelError, match="quantized Gated: wanted the input double=False that it was captured with, got True"):
+        again(x)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 4)
+
+    def forward(self, x, scale=1.0, flag=True, number=0, gate=None):
+        return self.a(x) * scale + (0 if gate is None else gate)
+
+
+def test_constants_are_compared_by_name(caplog) -> None:
+    x = torch.randn(16, 8)
+    for example in ((x, 2.0, True), {"x": x, "scale": 2.0, "number": 0, "gate": None}, (x, math.nan)):
+        quantized = quantize_dynamic(Scaled().eval(), example)
+        scale = quantized.example["scale"] if isinstance(example, dict) else example[1]
+        others = {"flag": True} if len(example) == 3 else {"number": 0, "gate": None} if isinstance(example, dict) else {}
+        quantized(x=x[:3], **others, scale=scale)
+        with pytest.raises(ModelError, match="quantized Scaled: wanted the input scale=.* that it was captured with, got 3.0"):
+            quantized(x, scale=3.0, **others)
+        with pytest.raises(ModelError, match=r"wanted the inputs \['x', 'scale'.* got \['x'\]; give all of them"):
+            quantized(x=x)
+    quantized = quantize_dynamic(Scaled().eval(), {"x": x, "number": 0, "gate": None})
+    with pytest.raises(ModelError, match="wanted the input gate=None that it was captured with, got 0.5"):
+        quantized(x=x, number=0, gate=0.5)
+    for _ in range(2):  # a counter, which it does not compute with, as far as anyone can tell
+        quantized(x=x, number=5, gate=None)
+    assert caplog.text.count("wanted the input number=0 that it was captured with, got 5") == 1
+
+
+def test_code_that_reads_into_a_quantized_part_is_named() -> None:
+    """As nn.TransformerEncoder reads `layers[0].self_attn`."""
+    with pytest.raises(ModelError, match="inside='part': code around this module reads its 'a', which a quantized one does not"):
+        quantize_static(CallsByName(Gated(), reads="a").eval(), [torch.randn(16, 8)], inside="part")
 
 
 @pytest.mark.parametrize(("inside", "message"), [("neck", "Detector has no such module"), ("spare", "does not call")])

@@ -54,6 +54,16 @@ def test_a_run_reports_what_its_networks_would_be_without_a_teacher_and_without_
     assert "3-prune, fp16" in (tmp_path / "run" / "report.csv").read_text()
 
 
+def test_a_baseline_of_an_earlier_network_makes_room_for_that_of_a_changed_stage(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("compresskit.recipe.recipe.HALF_DTYPES", {})
+    task = images_task(ck, samples=32, classes=4)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
+    for kept in (0.8, 0.5):
+        prune = ck.Prune(budget=ck.keep(macs=kept), round_to=1, criterion=ck.prune.criteria.l2, finetune=ONE)
+        result = ck.Recipe(prune, baselines=True, export="last").run(model, task, tmp_path / "run")
+        assert result.baselines[0].parameters == result.rows[1].parameters
+
+
 def test_a_smaller_student_is_also_trained_alone(tmp_path) -> None:
     task = images_task(ck, samples=32, classes=4)
     small = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 10))

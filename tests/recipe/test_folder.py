@@ -6,6 +6,7 @@ import errno
 import fcntl
 import itertools
 import os
+import resource
 import shutil
 
 import networks
@@ -64,6 +65,17 @@ def test_a_file_system_without_locks_is_not_another_process(monkeypatch, tmp_pat
         pass
     with pytest.raises(CheckpointError, match=said):
         locks.is_locked(tmp_path / "lock")
+
+
+def test_a_lock_needs_no_room_on_the_disk(tmp_path) -> None:
+    """A run that begins where nothing can be written raises the error of the first file that it needs, which says so."""
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, most[1]))
+    try:
+        with folder.locked(tmp_path / "run"), locks.exclusive(tmp_path / "other"):
+            assert locks.is_locked(tmp_path / "run" / folder.LOCK)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
 
 
 def test_a_run_stays_in_its_folder_where_the_working_directory_changes(monkeypatch, tmp_path) -> None:

@@ -21,6 +21,15 @@ from compresskit.base.errors import (
     StageOrderError,
 )
 
+
+def test_the_best_row_within_a_drop_that_is_no_number_is_refused(finished_run) -> None:
+    result = replace(finished_run[2], higher_is_better=True)
+    for drop in ("0.01", "1pt", True, float("nan")):
+        with pytest.raises(SettingError, match=rf"^Result.best\(drop=...\): wanted a number in the unit .*, got {drop!r}$"):
+            result.best(drop=drop)
+    assert result.best(drop=torch.tensor(1.0)) == result.best(drop=1)
+
+
 STAGES = {
     "train": ck.Train(epochs=1, optimizer=short_run.ADAM),
     "distill": ck.Distill(epochs=1, optimizer=short_run.ADAM, student=networks.Chain),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from torch import nn
 
 import compresskit as ck
 from compresskit.base.errors import CheckpointError, ModelError, SettingError, StageOrderError
+from compresskit.export.files import read_metadata
 
 BATCHES = [(torch.randn(16, 8), torch.arange(16) % 4)] * 2
 TASK = ck.Task(train=BATCHES, val=BATCHES)
@@ -63,6 +66,44 @@ def test_reading_a_finished_run_keeps_its_latencies(tmp_path, monkeypatch) -> No
     assert [latency(), latency()] == [1.5, 1.5]
     (tmp_path / "run" / "report.json").unlink()
     assert latency() == 2.5
+
+
+def test_the_latency_of_an_earlier_file_of_the_same_name_is_not_believed(tmp_path, monkeypatch) -> None:
+    """A run ended after the last stage and before its report, beside which lies that of the run before it."""
+    model, times = nn.Linear(8, 4), iter([[1.5], [2.5]])
+    monkeypatch.setattr("compresskit.recipe.engine.latency", lambda files, inputs: next(times))
+    monkeypatch.setattr("compresskit.recipe.engine.layer_times", lambda file, inputs: {})
+
+    def end(row):
+        raise KeyboardInterrupt
+
+    ck.Recipe(ck.Train(epochs=1)).run(model, TASK, tmp_path / "run")
+    with pytest.raises(KeyboardInterrupt):
+        ck.Recipe(ck.Train(epochs=2), on_stage=end).run(model, TASK, tmp_path / "run")
+    for _ in range(2):  # measured once, and then read
+        result = ck.Recipe(ck.Train(epochs=2)).run(model, TASK, tmp_path / "run")
+        assert [row.latency_ms for row in result.rows] == [2.5]
+        assert [row["latency_ms"] for row in json.loads(result.report.read_text())["rows"]] == [2.5]
+
+
+def test_a_finished_run_without_a_metric_is_not_measured_again(tmp_path, monkeypatch) -> None:
+    times = iter([[1.5]])
+    monkeypatch.setattr("compresskit.recipe.engine.latency", lambda files, inputs: next(times))
+    task = ck.Task(train=BATCHES, val=BATCHES, metric=lambda predictions, targets: math.nan, higher_is_better=True)
+    for _ in range(2):
+        rows = ck.Recipe(ck.Train(epochs=1)).run(nn.Linear(8, 4), task, tmp_path / "run").rows
+        assert [(row.latency_ms, math.isnan(row.metric)) for row in rows] == [(1.5, True)]
+
+
+def test_an_infinite_setting_is_recorded(tmp_path) -> None:
+    rprop = partial(torch.optim.Rprop, step_sizes=(1e-6, math.inf))
+    recipe = ck.Recipe(ck.Train(epochs=1, optimizer=rprop))
+    model = nn.Linear(8, 4)
+    result = recipe.run(model, TASK, tmp_path / "run")
+    (stage,) = json.loads((tmp_path / "run" / "recipe.json").read_text())["stages"]
+    assert stage["optimizer"]["step_sizes"] == [1e-06, "float inf"]
+    assert recipe.plan(model, TASK, tmp_path / "run").stages[0].action == "reuse"
+    assert read_metadata(result.out / "1-train" / "model.onnx")["stage"]["settings"] == stage
 
 
 def test_nothing_is_left_in_a_foreign_folder(tmp_path) -> None:

@@ -189,6 +189,7 @@ def test_finalists_are_trained(model, task, tmp_path) -> None:
         ({"budget": ck.at_most(drop=0.5)}, r'write drop=0.005 or drop="0.5pt" for 0.5 points'),
         ({"budget": ck.at_most(drop=5)}, r'write drop=0.05 or drop="5pt" for 5 points$'),
         ({"budget": ck.at_most(drop="200pt")}, "wanted less than 1, which is 100 points, .* got 2, which is 200 points"),
+        ({"seconds": float("nan")}, r"^compress\(seconds=...\): wanted a number, got nan"),
         ({"trials": 0}, r"compress\(trials=...\): wanted a whole number >= 1, got 0"),
         ({"train": 3}, r"compress\(train=...\): wanted a Train, got 3"),
         (
@@ -473,6 +474,9 @@ def test_the_command_line_says_what_is_missing(tmp_path, capsys) -> None:
     assert main(["compress", str(file), "--drop", "nan"]) == 2
     assert "compress --drop: wanted 0.5 or 0.5pt, in points (hundredths), got 'nan'" in capsys.readouterr().err
     assert main(["compress", str(tmp_path / "none.py"), "--size", "1MB"]) == 2
+    capsys.readouterr()
+    assert main(["compress", str(file), "--size", "1MB", "--seconds", "nan"]) == 2
+    assert capsys.readouterr().err == "compresskit: compress: --seconds: wanted a number, got nan\n"
     file.write_text("model = 1\n")
     assert main(["compress", str(file), "--size", "1MB"]) == 2
     assert "defines no task" in capsys.readouterr().err

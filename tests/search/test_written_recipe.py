@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import enum
 import functools
 import math
@@ -51,6 +52,21 @@ def test_the_written_recipe_runs_a_file_that_imports_one_beside_it(model, task, 
     assert (tmp_path / "moved" / "again" / "model.onnx").exists()
     assert not (tmp_path / "s").exists()
     assert sys.modules.pop("beside_it").__file__ == str(tmp_path / "beside_it.py")
+
+
+def test_what_was_given_in_eval_mode_stays_there_in_the_search_as_in_its_recipe(model, task, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("compresskit.search.explore.first_candidates", lambda **_: [Candidate(macs=0.5, bits="float")])
+    frozen = copy.deepcopy(model).train()
+    for module in frozen.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.eval()
+    settings = {"out": tmp_path / "s", **QUICK, "trials": 1, "train": ck.Train(steps=8)}
+    found = ck.compress(frozen, task, ck.at_most(macs="0.9x"), **settings)
+    again = found.recipe.run(frozen, task, tmp_path / "again")
+    weights = [(run.out / "1-prune" / "model.safetensors").read_bytes() for run in (found.result, again)]
+    assert weights[0] == weights[1]
+    with pytest.raises(ck.CheckpointError, match="belongs to the search of another model"):
+        ck.compress(frozen.eval(), task, ck.at_most(macs="0.9x"), **settings)
 
 
 OPTIMIZER = "def adam(parameters, lr=0.001):\n    return torch.optim.Adam(parameters, lr=lr)\n"

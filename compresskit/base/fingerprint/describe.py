@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import re
 import threading
 import warnings
@@ -98,7 +99,19 @@ def describe_by_value(
     """
     describer = _Describer(where, weights=weights, modes=modes)
     record = describer.loader(value) if data else describer.describe(value)
-    return Description(record, tuple(dict.fromkeys(describer.unknown)))
+    return Description(_finite_numbers(record), tuple(dict.fromkeys(describer.unknown)))
+
+
+def _finite_numbers(record: Any) -> Any:
+    """A record with texts in the place of infinities and nan, for which JSON has no numbers.
+
+    Those in parts of which a record has a hash are hashed as they are.
+    """
+    if isinstance(record, dict):
+        return {key: _finite_numbers(entry) for key, entry in record.items()}
+    if isinstance(record, list):
+        return [_finite_numbers(entry) for entry in record]
+    return f"float {record}" if isinstance(record, float) and not math.isfinite(record) else record
 
 
 def short_hash(record: Any, length: int = 16) -> str:

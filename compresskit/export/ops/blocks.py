@@ -21,6 +21,7 @@ from torch import Tensor
 INDICES = "palette_indices"  # how the name of a buffer of indices into a palette ends
 PALETTE_OPERATOR = "Palette"  # name of the operator that `rewrite.palettes` replaces before the file is written
 NARROW = "int4"  # how the name of a 4-bit buffer ends, with a `u` before it or without
+LEAST_SHARED = 1024  # bytes of what `rewrite.compact` stores once for a lookup and a product: fewer are not worth an operator
 
 
 def repeat_blocks(values: Tensor, axis: int, block: int, size: int) -> Tensor:

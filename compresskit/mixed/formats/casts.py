@@ -96,7 +96,10 @@ def kept_fp32(model: nn.Module, policy: Policy) -> set[Any]:
     """
     parts = _float_parts(model)
     kinds, names = _kinds_and_names(policy, parts)
-    kept: set[Any] = {m for m in model.modules() if isinstance(m, kinds) or (isinstance(m, KeepsFP32) and m.keeps_fp32)}
+    kept: set[Any] = {m for m in model.modules() if isinstance(m, KeepsFP32) and m.keeps_fp32}
+    for module in model.modules():
+        if isinstance(module, kinds):
+            kept |= _kept_with(module)
     tensors: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
     tensors |= {name: id(buffer) for name, buffer in model.named_buffers(remove_duplicate=False)}
     modules = {name: m for name, m in model.named_modules() if not _lies_in(name, parts)}
@@ -121,6 +124,16 @@ def kept_fp32(model: nn.Module, policy: Policy) -> set[Any]:
             hint = f"; near it: {', '.join(near)}" if near else ""
             raise ModelError(f"Policy {policy.name}: keep_fp32 names {name!r}, which the model does not have{hint}")
     return kept
+
+
+def _kept_with(module: nn.Module) -> set[nn.Module]:
+    """A module of a class that stays in fp32, and the modules inside it.
+
+    A batch norm has no casts around it, so that what is inside it gets half values: of these modules, only those that compute its
+    own weights stay in fp32 with it.
+    """
+    inside = [m for name, m in module.named_children() if name == "parametrizations" or not isinstance(module, BATCH_NORMS)]
+    return {module, *(inner for child in inside for inner in child.modules())}
 
 
 def _kinds_and_names(policy: Policy, parts: Mapping[str, OfFloatModel]) -> tuple[tuple[type[nn.Module], ...], set[str]]:
@@ -187,9 +200,14 @@ def add_cast_hooks_(model: nn.Module, policy: Policy, hooked: set[nn.Module]) ->
     kinds = tuple(kind for kind in every if not issubclass(kind, BATCH_NORMS))
     outermost: list[str] = []
     handles: list[HasRemove] = []
+    listed: set[nn.Module] = set()  # parts of a ModuleList or ModuleDict, which is not called itself
     for name, module in model.named_modules():
         inside = _lies_in(name, [*outermost, *parts])
-        if inside or not (name in names or isinstance(module, kinds)) or isinstance(module, BATCH_NORMS):
+        is_kept = name in names or isinstance(module, kinds) or module in listed
+        if inside or not is_kept or isinstance(module, BATCH_NORMS):
+            continue
+        if type(module).forward is nn.Module.forward:
+            listed.update(module.children())
             continue
         outermost.append(name)
         if module in hooked:

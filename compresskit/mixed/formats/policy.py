@@ -32,7 +32,8 @@ class Policy:
         bf16_format: how a bf16 weight without a master keeps what bf16 cannot hold. "split" keeps all remaining bits in an
             int16, "kahan" the next eight in a bf16, "stochastic" rounds at random so that the mean is exact; None drops them.
         loss_scale: None, a fixed factor, or "dynamic" (see `LossScaler`).
-        keep_fp32: what stays in fp32 under a half `param_dtype`: module classes, and dotted names of modules or parameters.
+        keep_fp32: what stays in fp32 under a half `param_dtype`: module classes, and dotted names of modules or parameters; of a
+            module, all that is inside it too, for which the module has to be called: not its parts one by one.
         cast_inputs: cast floating inputs of the model to `param_dtype`.
         output_dtype: dtype to which floating outputs are cast before the loss; None leaves them.
         seed: seed of the stochastic rounding.

@@ -14,17 +14,17 @@ from compresskit.mixed.run import Run
 class RunOptimizer(torch.optim.Optimizer):
     """The optimizer of a run, for a loop that steps an optimizer itself: Lightning, the Hugging Face Trainer, accelerate.
 
-    It has the optimizer's param groups and state, so that schedulers work. `step` and `zero_grad` are the run's, and its state
-    dict is that of the run: fp32 weights, the optimizer's state, loss scales. Losses go to `run.backward`; clip by
-    `prepare(clip=...)`.
+    It has the optimizer's param groups and state, so that schedulers work. `step`, `zero_grad` and `add_param_group` are the
+    run's, and its state dict is that of the run: fp32 weights, the optimizer's state, loss scales. Losses go to `run.backward`;
+    clip by `prepare(clip=...)`.
 
     Args:
         run: made by `prepare`.
     """
 
     def __init__(self, run: Run) -> None:
-        self.run = run
         super().__init__([p for group in run.optimizer.param_groups for p in group["params"]], {})
+        self.run = run
         self.defaults, self.state, self.param_groups = run.optimizer.defaults, run.optimizer.state, run.optimizer.param_groups
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -37,6 +37,12 @@ class RunOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self.run.step()
         return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Give the run another param group, of parameters of its model; see `Run.add_group`."""
+        if "run" not in vars(self):
+            return super().add_param_group(param_group)  # torch's own __init__ adds the groups that it gets
+        return self.run.add_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients since the last step."""

@@ -64,14 +64,14 @@ class MasterWeights:
         self.buffers, self.gradients = HalfBuffers(model, policy), GradientOwner(optimizer)
         self.hooked: set[nn.Module] = set()  # modules kept in fp32, with hooks that cast around them
         self.handles: list[HasRemove] = []
-        self.next_offset = 0
-        self.finished = False
+        self.next_offset, self.finished = 0, False
         self.steps = torch.zeros((), dtype=torch.int64, device=device)  # counter of the stochastic rounding
         self.masters_in_memory, self.fp32_gradients = policy.bf16_format is None, True
         self.step_gradients: list[tuple[str, Tensor]] = []  # of this step, by parameter name
         self.watch = WeightWatch()
         self.master_versions: list[int] = []  # of the masters that were in step with their half weights
         self.compared = False  # whether the half weights of this step were compared, and nobody may have written since
+        self.first: dict[nn.Parameter, Tensor] | None = {}  # copies of half weights with remainders, until the first step
         parameters = {p for group in optimizer.param_groups for p in group["params"]}
         with LOCK:
             _OF_MODELS[model] = ref(self)
@@ -169,6 +169,7 @@ class MasterWeights:
         `accumulated` holds fp32 gradients by parameter, which replace `.grad`.
         """
         self.gradients.check_scale()
+        self.first = None
         for parameter, total in accumulated.items():
             parameter.grad = total if self.fp32_gradients else total.to(parameter.dtype)
         self.step_gradients = []
@@ -182,6 +183,7 @@ class MasterWeights:
     def raw_gradients(self, accumulated: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
         """Gradients by parameter, half or fp32 as they are, for a step that casts them itself."""
         self.gradients.check_scale()
+        self.first = None
         every = {p: accumulated.get(p, p.grad) for p in self.optimized}
         grads = {p: grad for p, grad in every.items() if grad is not None}
         self.step_gradients = [(self.optimized[p], grad) for p, grad in grads.items()]
@@ -280,6 +282,8 @@ class MasterWeights:
         else:
             self.watch.record_values()
         self.master_versions = [half.master._version for half in self.halves]
+        if self.first is not None:
+            self.first = {half.parameter: half.parameter.detach().clone() for half in self.halves if half.remainder is not None}
 
     @torch.no_grad()
     def adopt_writes_(self, *, compare: bool = False) -> None:
@@ -288,7 +292,7 @@ class MasterWeights:
         compare: also compare every value, which finds the writes through `.data` that `WeightWatch` does not.
 
         Raises:
-            TrainingError: for a policy whose remainders belong to the weight that was, and for weights that were replaced.
+            TrainingError: after the first step, for a policy with remainders; at any time, for weights that were replaced.
         """
         if not self.halves:
             return
@@ -298,12 +302,14 @@ class MasterWeights:
         if not changed and not compare:
             return
         if changed and self.policy.bf16_format in ("split", "kahan"):
-            name = next(half.name for half in self.halves if half.parameter in changed)
-            raise TrainingError(
-                f"{name} ({len(changed)} weights in all) was changed outside run.step (load_state_dict, clamp_, a max_norm"
-                f" embedding, ...), and {self.policy.name} keeps remainders of the values before; change run.named_masters()"
-                " in a hook of run.after_update, load with run.load_state_dict, or train under MASTER_BF16, which takes it over"
-            )
+            if self.first is None:
+                name = next(half.name for half in self.halves if half.parameter in changed)
+                raise TrainingError(
+                    f"{name} ({len(changed)} weights in all) was changed outside run.step (load_state_dict, clamp_, a max_norm"
+                    f" embedding, ...), and {self.policy.name} keeps remainders of the values before; change run.named_masters()"
+                    " in a hook of run.after_update, load with run.load_state_dict, or train under MASTER_BF16, which adopts it"
+                )
+            self._take_as_written(self.first)
         if self.policy.bf16_format is not None:
             return
         for half, version in zip(self.halves, self.master_versions, strict=True):
@@ -314,6 +320,14 @@ class MasterWeights:
                     half.master.copy_(torch.where(same, half.master, written.float()))
         if changed:
             self.record_()
+
+    def _take_as_written(self, first: dict[nn.Parameter, Tensor]) -> None:
+        """Let what was written be exact, without the remainders of what was there; all others keep theirs."""
+        self.check_dtypes()
+        for half in self.halves:
+            if (rest := half.remainder) is not None:
+                rest.copy_(torch.where(half.parameter.data == first[half.parameter], rest, torch.zeros_like(rest)))
+        self.record_()
 
     def check_dtypes(self) -> None:
         """Refuse a model that was cast by hand, of which one weight is enough to see."""

@@ -14,6 +14,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from compresskit.base.errors import DataError, SettingError
 from compresskit.base.inputs import AnyInputs, call_checked, each_inputs, not_finite, not_finite_error
 from compresskit.base.task import Inputs
 from compresskit.graph.surgery import get_tensor, mode, owner
+from compresskit.prune.channels.own_forwards import OwnForwards, has_own_forward
 from compresskit.prune.evidence import watched_calls, with_batch
 from compresskit.prune.structure.plan import Plan
 
@@ -43,7 +45,8 @@ def reconstruct_(
     """Refit, in place, every layer of a pruned model that reads fewer channels than it did in the dense one.
 
     Nothing is changed if the outputs of the whole model come no nearer to the dense model's on the first batch. Grouped and
-    transposed convolutions, layers with tied weights and layers of more than 6144 inputs are left as they are.
+    transposed convolutions, layers with tied weights, layers of more than 6144 inputs and those whose class multiplies other
+    weights than it stores, such as standardized ones, are left as they are; of the last, the log says so.
 
     Args:
         model: `apply_` of `plan` to a copy of `dense`.
@@ -66,6 +69,10 @@ def reconstruct_(
     if first is None:
         raise DataError("reconstructing layers: no batch of calibration data was given")
     statistics = input_statistics(dense, names, itertools.chain([first], stream), norms=True)
+    computed = [n for n in names if n in statistics and statistics[n].computed]
+    if left := [n for n in names if has_own_forward(owner(dense, n)[0]) and (n in computed or n not in statistics)]:
+        kinds = ", ".join(sorted({type(owner(dense, n)[0]).__name__ for n in left}))
+        log.warning("not refitted, since the forward of %s does more with weights than multiply them: %s", kinds, ", ".join(left))
     before, wanted = copy.deepcopy(model.state_dict()), output_leaves(dense, first)
     distance = squared_distance(output_leaves(model, first), wanted)
     lost = refit_(model, dense, plan, statistics, damping=damping)
@@ -87,7 +94,7 @@ def refit_(
     the outputs of the whole model come nearer is not looked at. Returns what `reconstruct_` returns.
     """
     # Queries that the plan rescales are left out: their old output is no target.
-    changed = {n: s for n, s in statistics.items() if 1 in plan.remove.get(n, {}) and n not in plan.scales}
+    changed = {n: s for n, s in statistics.items() if 1 in plan.remove.get(n, {}) and n not in plan.scales and not s.computed}
     return {n.removesuffix(".weight"): _refit_(model, dense, plan, n, inputs, damping) for n, inputs in changed.items()}
 
 
@@ -120,11 +127,15 @@ def can_refit(dense: nn.Module, name: str) -> bool:
 
 
 class InputStatistics:
-    """Sums over rows of a layer's inputs, and the BatchNorm that alone reads its output, where a constant may go."""
+    """Sums over rows of a layer's inputs, and the BatchNorm that alone reads its output, where a constant may go.
+
+    computed: the layer multiplies the rows with weights that it computes from its own.
+    """
 
     def __init__(self) -> None:
         self.rows, self.total, self.products = 0, torch.zeros((), device="cpu"), torch.zeros((), device="cpu")
         self.norm: str | None = None
+        self.computed = False
 
     def add(self, x: Tensor) -> None:
         """Count rows of inputs, (rows, columns)."""
@@ -200,21 +211,23 @@ def input_statistics(
         elif readers is not None:
             readers.add_norm(path, x)
 
-    watched = [*statistics, *(_batchnorms(dense) if norms else ())]
+    layers = {path: dense.get_submodule(path) for path in statistics}
+    forwards = OwnForwards({path: layer for path, layer in layers.items() if has_own_forward(layer)}, visit)
+    watched = [*(path for path in layers if path not in forwards.layers), *(_batchnorms(dense) if norms else ())]
     with watched_calls(dense, watched, visit), torch.no_grad(), mode(dense, training=False):
         for number, inputs in enumerate(batches, 1):
-            if readers is None:
-                call_checked(dense, inputs, "calibration data")
-            else:
+            if readers is not None:
                 readers.outputs.clear()
-                with readers:
-                    outputs = call_checked(dense, inputs, "calibration data")
+            with readers or nullcontext(), forwards if forwards.layers else nullcontext():
+                outputs = call_checked(dense, inputs, "calibration data")
+            if readers is not None:
                 readers.count(outputs)
             for path, found in statistics.items():
                 if not_finite(found.total) or not_finite(found.products.diagonal() if found.rows else None):
                     raise not_finite_error("calibration data", f"the input of {path}", [inputs], number)
     for path, found in statistics.items():
         found.norm = None if readers is None else readers.norm_of(path)
+        found.computed = path in forwards.computed
     return {f"{path}.weight": inputs for path, inputs in statistics.items() if inputs.rows}
 
 

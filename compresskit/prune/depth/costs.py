@@ -8,16 +8,21 @@ parameters     of the block
 
 from __future__ import annotations
 
+import copy
 import logging
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from compresskit.base.errors import first_line
 from compresskit.base.progress import progress_bar
 from compresskit.base.task import Inputs, call
 from compresskit.export import export_onnx
@@ -76,13 +81,15 @@ def times_alone(
     alike: dict[str, list[str]] = {}
     received = received_by(model, example, blocks)
     for path in blocks:
-        shapes = pytree.tree_map(lambda v: tuple(v.shape) if isinstance(v, Tensor) else v, received[path])
+        shapes = pytree.tree_map(_argument_form, received[path], is_leaf=lambda v: not isinstance(v, tuple | list | dict))
         alike.setdefault(f"{model.get_submodule(path)} {shapes}", []).append(path)
     try:
         bar = progress_bar(alike.values(), desc="time blocks", unit="block")
         times = [_milliseconds(model, blocks[paths[0]], *received[paths[0]], form) for paths in bar]
     except Exception as error:  # whatever the exporter or the runtime raises
-        log.warning("blocks are compared by %s: %s cannot be measured alone (%s)", instead, type(model).__name__, error)
+        log.warning(
+            "blocks are compared by %s: %s cannot be measured alone (%s)", instead, type(model).__name__, first_line(error)
+        )
         return None
     return {path: time * blocks[path].calls for paths, time in zip(alike.values(), times, strict=True) for path in paths}
 
@@ -96,11 +103,14 @@ def whole_milliseconds(model: nn.Module, example: Inputs, form: Form | None = No
 
 
 def received_by(model: nn.Module, example: Inputs, paths: Iterable[str]) -> dict[str, tuple[Any, Any]]:
-    """The arguments, by position and by name, that each of some submodules gets for one sample; see `timed_rows`."""
+    """The arguments, by position and by name, that each of some submodules gets for one sample; see `timed_rows`.
+
+    They are as the submodule got them: a cache of keys and values is still without those of this run.
+    """
     received: dict[str, tuple[Any, Any]] = {}
     handles = [
         model.get_submodule(path).register_forward_pre_hook(
-            lambda _, args, kwargs, path=path: received.update({path: (args, kwargs)}), with_kwargs=True
+            lambda _, args, kwargs, path=path: received.update({path: _copied_arguments((args, kwargs))}), with_kwargs=True
         )
         for path in paths
     ]
@@ -113,8 +123,60 @@ def received_by(model: nn.Module, example: Inputs, paths: Iterable[str]) -> dict
     return received
 
 
+class _SharedTensors(TorchFunctionMode):
+    """Inside the block, `copy.deepcopy` copies objects and shares their tensors; for parameters, see `_kept_whole`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
+
+
+def _copied_arguments(arguments: Any) -> Any:
+    """Arguments of a call that another call of the same code does not change: a cache fills itself in each."""
+    try:
+        with _SharedTensors():
+            return copy.deepcopy(arguments, _kept_whole(arguments))
+    except Exception:  # whatever the classes of a user's objects raise
+        return arguments
+
+
+def _kept_whole(arguments: Any) -> dict[int, Any]:
+    """The modules and parameters among arguments and in their objects, for `copy.deepcopy` not to copy; by their ids.
+
+    An export takes a copy of a parameter that is made while it traces for no constant.
+    """
+    found: dict[int, Any] = {}
+    seen = set[int]()
+    left = [arguments]
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Module | nn.Parameter):
+            found[id(value)] = value
+        elif isinstance(value, Mapping):
+            left += value.values()
+        elif isinstance(value, list | tuple | set):
+            left += value
+        elif not isinstance(value, Tensor | type | ModuleType):
+            with suppress(TypeError):  # it has no attributes of its own
+                left += vars(value).values()
+    return found
+
+
+def _argument_form(value: Any) -> Any:
+    """What of an argument tells calls apart: the shape of a tensor, a number or string, the layers of a module, of any other
+    object its class.
+    """
+    if isinstance(value, Tensor):
+        return tuple(value.shape)
+    if isinstance(value, nn.Module):
+        return str(value)
+    return value if isinstance(value, int | float | str) else type(value).__qualname__
+
+
 class _InARow(nn.Module):
-    """A block several times in a row, with the other arguments that it got as constants."""
+    """A block several times in a row, with the other arguments that it got as constants, in every call as it got them."""
 
     def __init__(
         self, module: nn.Module, block: ResidualBlock, args: tuple[Any, ...], kwargs: dict[str, Any], times: int
@@ -125,7 +187,8 @@ class _InARow(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The block's output after several calls."""
         for _ in range(self.times):
-            args, kwargs = list(self.args), dict(self.kwargs)
+            given, kwargs = _copied_arguments((self.args, self.kwargs))
+            args = list(given)
             if isinstance(self.block.argument, int):
                 args[self.block.argument] = x
             else:

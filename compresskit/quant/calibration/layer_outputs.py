@@ -10,10 +10,10 @@ from torch import Tensor, fx
 from compresskit.base.inputs import Batches, first_and_all, not_finite, not_finite_error
 from compresskit.base.task import Inputs
 from compresskit.graph.capture import module_path, parameter_name
-from compresskit.graph.normalize import Node
+from compresskit.graph.normalize import Node, aten
 from compresskit.quant.calibration.paired_run import Pair, run_float_and_quantized
 from compresskit.quant.model import Quantized
-from compresskit.quant.numerics.quantizers import WeightQuantizer
+from compresskit.quant.numerics.quantizers import Quantizer, WeightQuantizer
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +56,19 @@ def integer_layers(quantized: Quantized) -> Iterator[IntegerLayer]:
         bias = node.args[2] if len(node.args) > 2 else None
         bias = bias.args[0] if bias is not None and bias.op == "call_module" else bias
         yield IntegerLayer(node, quantizer, str(node.args[1].args[0].target), parameter_name(bias))
+
+
+def parameter_readers(body: fx.GraphModule, name: str) -> list[Node]:
+    """What reads a parameter."""
+    return [user for node in body.graph.nodes if node.op == "get_attr" and node.target == name for user in node.users]
+
+
+def only_rounded(body: fx.GraphModule, name: str) -> bool:
+    """Whether layers alone read a weight, each rounded, and no lookup in a table that is also the last layer's weight."""
+    readers = parameter_readers(body, name)
+    if any(user.target is aten.embedding.default for node in readers for user in node.users):
+        return False
+    return all(node.op == "call_module" and isinstance(body.get_submodule(str(node.target)), Quantizer) for node in readers)
 
 
 def finite_batches(quantized: Quantized, batches: Batches, where: str) -> list[Inputs]:

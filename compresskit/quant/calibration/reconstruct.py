@@ -31,7 +31,7 @@ from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor, mode
 from compresskit.graph.tracing import no_modes_of_caller
 from compresskit.quant.calibration.blocks import GraphBlock, find_graph_blocks, given_nodes
-from compresskit.quant.calibration.layer_outputs import IntegerLayer, finite_batches
+from compresskit.quant.calibration.layer_outputs import IntegerLayer, finite_batches, only_rounded, parameter_readers
 from compresskit.quant.calibration.paired_run import Pair
 from compresskit.quant.calibration.rows import shuffled_parts
 from compresskit.quant.calibration.soft_rounding import SoftRounding, fit_scale_
@@ -146,13 +146,13 @@ def _reconstruct_(
     parts = shuffled_parts(finite_batches(quantized, batches, where), batch_size, generator)
     frontier = _Frontier(quantized.body, parts, blocks)
     del parts  # what the first blocks read goes with them
-    layers = [layer for block in blocks for layer in block.layers if _only_rounded(quantized.body, layer.weight)]
+    layers = [layer for block in blocks for layer in block.layers if only_rounded(quantized.body, layer.weight)]
     for layer in layers:
         fit_scale_(get_tensor(quantized.body, layer.weight).detach(), layer.quantizer)
     count = 0
     with mode(quantized, training=False):
         for block in progress_bar(blocks, desc="reconstruct blocks"):
-            if any(_only_rounded(quantized.body, layer.weight) for layer in block.layers):
+            if any(only_rounded(quantized.body, layer.weight) for layer in block.layers):
                 count += _train_block_(quantized.body, block, settings, frontier, generator)
             frontier.pass_(block)
     quantized.make_room_for_biases_()
@@ -270,17 +270,6 @@ def _run_block(block: GraphBlock, inputs: Mapping[Node, Any], compute: Compute, 
     return found
 
 
-def _parameter_readers(body: fx.GraphModule, name: str) -> list[Node]:
-    """What reads a parameter."""
-    return [user for node in body.graph.nodes if node.op == "get_attr" and node.target == name for user in node.users]
-
-
-def _only_rounded(body: fx.GraphModule, name: str) -> bool:
-    """Whether nothing reads a weight in float, as an embedding table that is also the last layer's weight."""
-    readers = _parameter_readers(body, name)
-    return all(node.op == "call_module" and isinstance(body.get_submodule(str(node.target)), Quantizer) for node in readers)
-
-
 class _TrainedBlock:
     """A block while it is trained: soft weights, biases and scales are its parameters."""
 
@@ -291,13 +280,13 @@ class _TrainedBlock:
         self.biases: dict[str, nn.Parameter] = {}
         self.hard = False  # whether weights are rounded
         self.chances = torch.empty(0, dtype=torch.bool)
-        self.layers = [layer for layer in block.layers if _only_rounded(body, layer.weight)]
+        self.layers = [layer for layer in block.layers if only_rounded(body, layer.weight)]
         for layer in self.layers:
             weight = get_tensor(self.body, layer.weight)
             mask = None if masks is None else masks.masks.get(layer.weight)
             self.soft[layer.quantizer] = SoftRounding(weight, layer.quantizer, mask)
         for layer in () if settings.weights_only else block.layers:
-            if layer.bias is not None and len(_parameter_readers(body, layer.bias)) == 1:
+            if layer.bias is not None and len(parameter_readers(body, layer.bias)) == 1:
                 self.biases[layer.bias] = nn.Parameter(get_tensor(self.body, layer.bias).detach().clone())
         self.activations = [] if settings.weights_only else list(self._own_activations())
         for activation in self.activations:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from compresskit.base.inputs import call_inputs
 from compresskit.base.task import Inputs, call, shapes_of
 from compresskit.export.check.other_sizes import falls_short, resized_inputs, rounding_decibels, sizes_by_name
 from compresskit.graph.capture import Dynamic, input_names
@@ -46,7 +47,11 @@ class SeenSizes:
     @contextmanager
     def of_calls(self, quantized: Quantized) -> Iterator[None]:
         """See what a model is called with inside the block."""
-        hook = quantized.register_forward_pre_hook(lambda _, args, kwargs: self.add(kwargs or args), with_kwargs=True)
+
+        def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.add(call_inputs(quantized, args, kwargs, "calibration data"))
+
+        hook = quantized.register_forward_pre_hook(note, with_kwargs=True)
         try:
             yield
         finally:

@@ -17,7 +17,7 @@ from compresskit.graph.masks import masks_of
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor, mode
 from compresskit.quant.calibration.activation_statistics import patches, second_moment
-from compresskit.quant.calibration.layer_outputs import IntegerLayer, integer_layers
+from compresskit.quant.calibration.layer_outputs import IntegerLayer, integer_layers, only_rounded
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.error_feedback import rounded_in_turn
 from compresskit.quant.numerics.quantizers import Quantizer, WeightQuantizer
@@ -33,7 +33,7 @@ def round_weights_in_turn_(quantized: Quantized, batches: Sequence[Inputs]) -> i
 
     Layers read what the float model gives them. The weights of an output are rounded one after the other, and those still to
     come make up for each error (GPTQ, Frantar et al., 2210.17323). Weights that must not overflow in pairs do not, and zeros of
-    masks stay. Layers with too many inputs, or that read too few positions, stay as they are.
+    masks stay. Layers with too many inputs, or that read too few positions, stay as they are, and so do tables of lookups.
 
     Returns the number of layers whose weights were rounded.
     """
@@ -51,7 +51,8 @@ def round_weights_in_turn_(quantized: Quantized, batches: Sequence[Inputs]) -> i
 def _can_round(quantized: Quantized, layer: IntegerLayer) -> bool:
     scheme, weight = layer.quantizer.scheme, get_tensor(quantized.body, layer.weight)
     plain = layer.quantizer.axis == 0 and scheme.symmetric and not scheme.binary and weight.is_floating_point()
-    return plain and math.prod(weight.shape[1:]) <= MOST_INPUTS and layer.quantizer.ratio is None
+    fits = math.prod(weight.shape[1:]) <= MOST_INPUTS and layer.quantizer.ratio is None
+    return plain and fits and only_rounded(quantized.body, layer.weight)
 
 
 @dataclass(eq=False)

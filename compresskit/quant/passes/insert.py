@@ -65,8 +65,27 @@ def insert_quantizers_(
     weights: dict[str, str] = {}
     for name, widths in layers.items():
         _insert_weight(body, nodes[name], target.operators[placement.integer[name]].axis, _with_widths(target, widths), weights)
+    lookups = [nodes[name] for name in placement.lookups]
+    for stored in dict.fromkeys(str(parameter_name(lookup.args[0])) for lookup in lookups):
+        _look_up_rounded_(body, [n for n in lookups if parameter_name(n.args[0]) == stored], weights[stored])
     body.graph.lint()
     body.recompile()
+
+
+def _look_up_rounded_(body: fx.GraphModule, lookups: list[Node], quantizer: str) -> None:
+    """Let lookups read the rounded rows of a table that is a layer's weight, too, which is rounded once for them and the layers.
+
+    quantizer: its name.
+    """
+    calls = [node for node in body.graph.nodes if node.op == "call_module" and node.target == quantizer]
+    first = next(node for node in body.graph.nodes if node in calls or node in lookups)
+    with body.graph.inserting_before(first):
+        rounded = body.graph.call_module(quantizer, (first.args[0],))
+    for lookup in lookups:
+        lookup.replace_input_with(lookup.args[0], rounded)
+    for call in calls:
+        call.replace_all_uses_with(rounded)
+        body.graph.erase_node(call)
 
 
 def _layers_with_weights(placement: Placement) -> list[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 
-from torch import fx, nn
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
 
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import free_name, get_tensor
@@ -37,6 +38,8 @@ def deploy(body: fx.GraphModule, hardsigmoids: Mapping[str, bool]) -> fx.GraphMo
     transposed: dict[str, str] = {}
     for node in [n for n in body.graph.nodes if n.target is aten.linear.default]:
         _linear_to_matmul(body, node, quantizers, transposed)
+    for node in [n for n in body.graph.nodes if n.target is aten.embedding.default and n.args[0] in quantizers]:
+        _look_up_integers(body, node, quantizers[node.args[0]])
     for node, quantizer in quantizers.items():
         values = [get_tensor(body, a.target) for a in node.args if a.op == "get_attr"]
         if isinstance(quantizer, ActivationQuantizer):
@@ -65,6 +68,34 @@ def _replace_hardsigmoid(
     with body.graph.inserting_before(node):
         clipped = body.graph.call_module(name, (node.args[0],))
     node.replace_all_uses_with(clipped)
+    body.graph.erase_node(node)
+
+
+class DeployedRows(nn.Module):
+    """Exported form of a lookup in a rounded table with one scale a row: Gather of integers and of scales.
+
+    `export.rewrite.compact` lets it and the product share the integers.
+    """
+
+    def __init__(self, integers: Tensor, scale: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("integers", integers)
+        self.register_buffer("scale", scale[:, None].clone())
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.get_buffer("integers")).float() * F.embedding(ids, self.get_buffer("scale"))
+
+
+def _look_up_integers(body: fx.GraphModule, node: Node, quantizer: nn.Module) -> None:
+    """quantizer: of the table."""
+    assert isinstance(quantizer, WeightQuantizer)
+    weight = get_tensor(body, node.args[0].args[0].target)
+    name = free_name(body, f"{node.args[0].target}_rows")
+    body.add_submodule(name, DeployedRows(quantizer.integers(weight), quantizer.qparams(weight)[0]))
+    with body.graph.inserting_before(node):
+        rows = body.graph.call_module(name, (node.args[1],))
+    rows.meta = dict(node.meta)
+    node.replace_all_uses_with(rows)
     body.graph.erase_node(node)
 
 

@@ -24,11 +24,13 @@ from compresskit.graph.capture import module_path, parameter_name
 from compresskit.graph.interpreter import read_count
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.rewrites.stored_products import why_no_linear
+from compresskit.quant.numerics.bit_widths import TARGET_BITS, BitWidths, bits_of_layer
 from compresskit.quant.numerics.operators import OPERATOR_KINDS, bounds, fusible, is_float_tensor, is_global, keeps_grid
 from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.coverage import Coverage, LayerCost, coverage_of, layer_costs
 
 MOST_BENT = 20_000  # weights of a convolution that is given twice or thrice the filters, for the size of the file
+MOST_POOLED = 131_072  # numbers of a sample, 2048 x 8 x 8, that are pooled in float where nothing in integers reads the result
 SLOPES_DIFFER = "its slopes differ between channels"
 JOINED = "it joins values of very different ranges"  # how the reason of a concatenation begins that `floating` leaves float
 UNANCHORED = "its bounds are no integers of its input"  # how that of a hardsigmoid begins whose own rounding clips it instead
@@ -65,6 +67,7 @@ class Placement:
     carried: operators that only move integers, node name -> kind.
     floating: operators that stay float, node name -> reason.
     points: the values that are quantized.
+    lookups: those of rows that read a layer's rounded weight, which is their table, node name -> node name of the layer.
     layers: node name -> dotted path of the module that it is in.
     costs: parameters and MACs of each layer, by node name.
     """
@@ -74,6 +77,7 @@ class Placement:
     carried: dict[str, str] = field(default_factory=dict)
     floating: dict[str, str] = field(default_factory=dict)
     points: tuple[QuantizationPoint, ...] = ()
+    lookups: dict[str, str] = field(default_factory=dict)
     layers: dict[str, str] = field(default_factory=dict)
     costs: dict[str, LayerCost] = field(default_factory=dict)
 
@@ -118,6 +122,7 @@ def place_quantizers(
     skip: tuple[str, ...] = (),
     floating: Mapping[str, str] | None = None,
     slow: bool = False,
+    bits: BitWidths = TARGET_BITS,
 ) -> Placement:
     """Decide which operators run in integers and which values are quantized.
 
@@ -129,6 +134,7 @@ def place_quantizers(
         floating: names of nodes that stay float, each with its reason.
         slow: run in integers also what is slower so by a rule of the target, `Support.volume`; it is, too, where nothing else
             would.
+        bits: of the weights of each layer, where they are other than the target's.
 
     Raises SettingError where `skip` names neither a module with operators nor a node.
     """
@@ -140,8 +146,8 @@ def place_quantizers(
             f"skip={unknown}: no operator of the model stands in a module of that name, and no value is called so;"
             f" print(quantized.placement) lists both, and the inputs are {inputs}"
         )
-    placement = _Placer(graph, target, skip, floating or {}, slow=slow).run()
-    return placement if placement.integer or slow else _Placer(graph, target, skip, floating or {}, slow=True).run()
+    placement = _Placer(graph, target, skip, floating or {}, slow=slow).run(bits)
+    return placement if placement.integer or slow else _Placer(graph, target, skip, floating or {}, slow=True).run(bits)
 
 
 #: Operators that are in integers where what they read is, and gain nothing by it themselves.
@@ -164,7 +170,7 @@ class _Placer:
         self.unrounded = {node for node in graph.nodes if node.name in skip and node.name not in modules}
         self.read_in_integers = self._read_in_integers()
 
-    def run(self) -> Placement:
+    def run(self, bits: BitWidths) -> Placement:
         for node in self.graph.nodes:
             if node.op == "call_function" and is_float_tensor(node):
                 self._visit(node)
@@ -182,12 +188,17 @@ class _Placer:
                     )
                 )
         named = {node.name: module_path(node) for node in (*self.integer, *self.floating)}
+        lookups = self._lookups_of_integers(bits)
+        for lookup, layer in lookups.items():
+            where = module_path(layer) or layer.name
+            self.floating[lookup] = f"its table is the weight of {where}: it decodes rows of those integers"
         return Placement(
             target=self.target.name,
             integer={n.name: kind for n, kind in self.integer.items()},
             carried={n.name: kind for n, kind in self.carried.items()},
             floating={n.name: reason for n, reason in self.floating.items()},
             points=tuple(points),
+            lookups={lookup.name: layer.name for lookup, layer in lookups.items()},
             layers=named,
             costs=layer_costs(self.graph),
         )
@@ -222,11 +233,8 @@ class _Placer:
             self._share([*self._operands(node, kind), self._clamped(node)])
 
     def _reason_to_stay_float(self, node: Node, kind: str) -> str | None:
-        path = module_path(node)
-        if node in self.unrounded or stands_in(path, self.skip):
-            return "skipped by the user"
-        if node.name in self.kept and not self._may_saturate(node):
-            return self.kept[node.name]
+        if (chosen := self._chosen(node)) is not None:
+            return chosen
         if kind == "unknown":
             return f"no rule for {node.target}"
         if kind not in self.target.operators:
@@ -249,6 +257,12 @@ class _Placer:
             return SLOPES_DIFFER
         if kind == "mean" and not is_global(node):
             return "it does not average over all spatial positions"
+        if kind in ("mean", "avg_pool") and self.target.operators[kind].output:
+            # Its kernel could only give integers, which round and clip once more what no layer reads.
+            if _is_only_output(node):
+                return "only the outputs of the model read it"
+            if node not in self.read_in_integers and _is_small(node.args[0]):
+                return "nothing in integers reads it"
         if kind == "hardsigmoid" and (operands[0] not in self.rounded or self._fused(operands[0])):
             return "it does not stand directly behind an integer operator"
         if self.target.operators[kind].follow and not any(self._is_rounded(value) for value in operands):
@@ -259,6 +273,34 @@ class _Placer:
                 # Coordinates plus an offset, or weights of an attention: a range that 8 bits may not hold, and no faster for it.
                 return "it reads a value in float, and nothing in integers reads it"
         return None
+
+    def _chosen(self, node: Node) -> str | None:
+        """Why an operator stays float where the caller asks for it, else None."""
+        if node in self.unrounded or stands_in(module_path(node), self.skip):
+            return "skipped by the user"
+        return self.kept.get(node.name) if not self._may_saturate(node) else None
+
+    def _lookups_of_integers(self, bits: BitWidths) -> dict[Node, Node]:
+        """The lookups of rows that are to read the rounded weight of a layer, which is their table, each with that layer.
+
+        A file holds such a weight once if the lookup reads the integers, which ONNX Runtime can where each row has its scale.
+        Fewer bits than the target's are a choice for the layer, and too few for what the whole model reads.
+        """
+        rule, weights = self.target.operators.get("linear"), self.target.weights
+        if rule is None or rule.axis != 0 or not (self.target.onnxruntime and weights.per_channel and weights.symmetric):
+            return {}
+        layers: dict[str | None, Node] = {}
+        for node, kind in self.integer.items():
+            if kind == "linear":
+                layers.setdefault(parameter_name(node.args[1]), node)  # whose quantizer the others take
+        found = {}
+        for node in self.graph.nodes:
+            layer = layers.get(parameter_name(node.args[0])) if node.target is aten.embedding.default else None
+            if layer is None or self._chosen(node) is not None:
+                continue
+            if (bits_of_layer(bits, module_path(layer)).weights or weights.bits) >= weights.bits:
+                found[node] = layer
+        return found
 
     def _may_saturate(self, node: Node) -> bool:
         """Whether a hardsigmoid is to be clipped by its own rounding, and the target can: its smallest integer must stand for 0,
@@ -279,7 +321,11 @@ class _Placer:
         for node in reversed(self.graph.nodes):
             kind = OPERATOR_KINDS.get(node.target, "unknown") if node.op == "call_function" else "unknown"
             with_constant = kind in ("add", "mul") and len(self._operands(node, kind)) < 2
-            if (node in found and not with_constant) if kind in _BETWEEN_OTHERS else kind in self.target.operators:
+            if kind in _BETWEEN_OTHERS:
+                reads = node in found and not with_constant
+            else:
+                reads = kind in self.target.operators and self._chosen(node) is None
+            if reads:
                 found.update(node.all_input_nodes)
         return found
 
@@ -395,6 +441,18 @@ class _Placer:
 
     def _clamp(self, source: Node) -> tuple[float, float | None] | None:
         return bounds(source) if OPERATOR_KINDS.get(source.target) == "clamp" and self._fused(source) else None
+
+
+def _is_only_output(value: Node) -> bool:
+    """Whether nothing but the outputs of the model reads a value, also behind operators that only move it."""
+    moved = (r.op == "output" or (OPERATOR_KINDS.get(r.target) == "move" and _is_only_output(r)) for r in value.users)
+    return all(moved)
+
+
+def _is_small(value: Node) -> bool:
+    """Whether a sample of a value has few numbers, which take little time in float."""
+    sizes = value.meta["val"].shape[1:]
+    return all(isinstance(size, int) for size in sizes) and math.prod(sizes) <= MOST_POOLED
 
 
 def _is_read_twice(value: Node) -> bool:

@@ -362,10 +362,10 @@ def _plan(
             continue
         quantizer = quantizers[w.name]
         remarks = [note for note in (notes.get(w.name), *_remarks(quantizer, originals[w.name])) if note]
-        if w.kind == "embedding" and not quantized.storage.decodes_rows(quantizer):
+        if w.looked_up and not quantized.storage.decodes_rows(quantizer):
             remarks.append("all rows are decoded in every call; with 8 bits or MATMUL_NBITS those that are looked up")
         noise = None if w.name in notes else sqnr(originals[w.name], values)  # a scaled weight is not comparable
-        size = quantized.storage.bytes(quantizer)
+        size = quantized.storage.bytes(quantizer, multiplied=w.kind != "embedding", looked_up=w.looked_up)
         rows.append(replace(row, runs=str(quantizer.scheme), bytes=size, sqnr=noise, note="; ".join(remarks)))
     return WeightPlan(rows=tuple(rows))
 

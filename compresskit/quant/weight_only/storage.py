@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 
 from compresskit.export.ops.blocks import (
     INDICES,
+    LEAST_SHARED,
     dequantize_blocks,
     gather_nbits,
     gather_rows,
@@ -57,19 +58,44 @@ class WeightStorage:
             return True
         return self.onnxruntime and quantizer.shape[1] % 2 == 0
 
-    def bytes(self, quantizer: MatrixQuantizer) -> int:
-        """Size of a weight in the file in bytes: integers, scales and zero points; indices and centroids."""
+    def bytes(self, quantizer: MatrixQuantizer, *, multiplied: bool = True, looked_up: bool = False) -> int:
+        """Size of a weight in the file in bytes: integers, scales and zero points; indices and centroids.
+
+        multiplied, looked_up: whether products, and lookups of rows, read it. What both read is stored once where it is the same
+            numbers (`export.rewrite.compact`), and enough of them: the integers of MatMulNBits are others where its last block is
+            filled up.
+        """
         if isinstance(quantizer, PaletteQuantizer):
             return quantizer.stored_bytes
         assert isinstance(quantizer, BlockQuantizer)
+        product, table = (self._sizes(quantizer, looked_up=kind) for kind in (False, True))
+        if not (multiplied and looked_up):
+            return sum(table if looked_up else product)
+        packed = self.packs(quantizer, looked_up=False)
+        # What is in one shape, too, as scales and zero points of MatMulNBits are, needs no operator.
+        least = (LEAST_SHARED, 0 if packed else LEAST_SHARED, 0 if packed else LEAST_SHARED)
+        once = [a == b and a >= size for a, b, size in zip(product, table, least, strict=True)]
+        once[2] = once[2] and self.packs(quantizer, looked_up=True) == packed
+        return sum(product) + sum(size for size, shared in zip(table, once, strict=True) if not shared)
+
+    def packs(self, quantizer: BlockQuantizer, *, looked_up: bool) -> bool:
+        """Whether products, or lookups, read a weight with ONNX Runtime's operators; lookups take rows of whole bytes."""
+        bits = self.stored_bits(quantizer.scheme.bits)
+        return self.onnxruntime and len(quantizer.shape) == 2 and not (looked_up and quantizer.shape[1] * bits % 8)
+
+    def _sizes(self, quantizer: BlockQuantizer, *, looked_up: bool) -> tuple[int, int, int]:
+        """Bytes of (integers, scales, zero points) of a weight as products and convolutions, or lookups, read it."""
+        scheme, bits = quantizer.scheme, self.stored_bits(quantizer.scheme.bits)
         channels, inputs = quantizer.rows(torch.empty(quantizer.shape, device="meta")).shape
-        bits, count = self.stored_bits(quantizer.scheme.bits), quantizer.scale.numel()
-        if self.onnxruntime and len(quantizer.shape) == 2:
-            block = quantizer.scheme.block_size or ROW_BLOCK
-            inputs = -(-inputs // block) * block
-            count = channels * inputs // block
-        zero_points = 0 if quantizer.scheme.symmetric else math.ceil(count * bits / 8)
-        return math.ceil(channels * inputs * bits / 8) + 4 * count + zero_points
+        packed = self.packs(quantizer, looked_up=looked_up)
+        bits = bits if packed or bits == 4 else 8
+        block = scheme.block_size or (ROW_BLOCK if packed else inputs)
+        count = -(-inputs // block)
+        points = channels * math.ceil(count * bits / 8) if packed else math.ceil(channels * count * bits / 8)
+        if scheme.block_size is None and not packed and not looked_up:
+            points = 4 * channels  # floats, see `export.rewrite.constant_weights`
+        width = count * block if packed and not looked_up else inputs
+        return math.ceil(channels * width * bits / 8), 4 * channels * count, 0 if scheme.symmetric else points
 
 
 #: Standard ONNX: integers and DequantizeLinear, in blocks. ONNX Runtime fuses it with the product that reads it, and then rounds
@@ -259,8 +285,7 @@ def _replace_reader(
 def _stored_weight(quantizer: BlockQuantizer, weight: Tensor, storage: WeightStorage, kind: str) -> nn.Module:
     scheme, q = quantizer.scheme, quantizer.integers(weight)
     scale, zero_point = quantizer.scale.clone(), quantizer.zero_point.to(scheme.grid.dtype)
-    whole = kind != "table" or q.shape[1] * storage.stored_bits(scheme.bits) % 8 == 0  # rows of whole bytes
-    if storage.onnxruntime and kind != "conv" and whole:
+    if storage.packs(quantizer, looked_up=kind == "table"):
         return _packed(quantizer, q, storage, kind)
     narrow = storage.stored_bits(scheme.bits) == 4
     if kind == "conv":

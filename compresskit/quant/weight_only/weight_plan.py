@@ -28,6 +28,7 @@ class GraphWeight:
     axis: its dimension of inputs.
     readers: names of the nodes that read it.
     layer: dotted name of the module whose forward holds the first of them.
+    looked_up: whether rows of it are looked up, beside products or alone.
     """
 
     name: str
@@ -36,6 +37,7 @@ class GraphWeight:
     readers: tuple[str, ...]
     layer: str
     reason: str = ""
+    looked_up: bool = False
 
 
 def weights_of(module: fx.GraphModule) -> list[GraphWeight]:
@@ -57,7 +59,8 @@ def _graph_weight(name: str, uses: list[tuple[Node, Node]]) -> GraphWeight:
         reason = "its readers take it with different dimensions for the inputs"
     kinds = [kind for kind, _, _ in roles]
     kind = "" if reason else "product" if "product" in kinds else kinds[0]
-    return GraphWeight(name=name, kind=kind, axis=roles[0][1], readers=readers, layer=layer, reason=reason)
+    looked_up = "embedding" in kinds
+    return GraphWeight(name=name, kind=kind, axis=roles[0][1], readers=readers, layer=layer, reason=reason, looked_up=looked_up)
 
 
 def _role(weight: Node, user: Node) -> tuple[str, int, str]:

@@ -9,7 +9,7 @@ from typing import Any
 from compresskit.base.errors import CheckpointError
 from compresskit.base.files import read_json
 from compresskit.recipe.details import DETAILS
-from compresskit.recipe.folder import PROGRESS, ROW
+from compresskit.recipe.folder import PROGRESS, ROW, START
 from compresskit.recipe.report import StageReport, read_stage_report
 
 REPORT, RECIPE = "report.json", "recipe.json"
@@ -140,7 +140,9 @@ def _read_stages(run: RunRecord, report: dict[str, Any] | None) -> None:
             _add_row(run, run.rows, row, run.folder / REPORT)
         names = [row.stage for row in run.rows]
     else:
-        names = sorted((p.name for p in run.folder.iterdir() if (p / ROW).exists()), key=_stage_number)
+        there = [p.name for p in run.folder.iterdir() if (p / ROW).exists()]
+        known = {START, *expected} if settings else there  # a recipe with fewer stages leaves the folders of the others
+        names = sorted((name for name in there if name in known), key=_stage_number)
         for name in names:
             found = _read(run, run.folder / name / ROW, "the row of a finished stage")
             if found is not None and _add_row(run, run.rows, found.get("row"), run.folder / name / ROW):

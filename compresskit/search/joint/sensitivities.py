@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from compresskit.base.progress import progress_bar
 from compresskit.base.task import Inputs
 from compresskit.graph.surgery import copy_model, get_tensor
+from compresskit.prune.channels.own_forwards import has_own_forward
 from compresskit.prune.channels.reconstruct import (
     MOST_COLUMNS,
     InputStatistics,
@@ -131,7 +132,7 @@ def _computed_weights(model: nn.Module) -> list[str]:
     """Names of the weights that a model in eval mode computes from others, of layers whose inputs statistics can be taken of."""
     found = []
     for path, module in model.named_modules():
-        if not path or not isinstance(module, RefittableLayer) or "weight" in module._parameters:
+        if not path or not isinstance(module, RefittableLayer) or "weight" in module._parameters or has_own_forward(module):
             continue
         if getattr(module, "groups", 1) == 1 and module.weight[0].numel() <= MOST_COLUMNS:
             found.append(f"{path}.weight")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
+import math
 from collections import Counter, OrderedDict, defaultdict
 from typing import NamedTuple
 
@@ -31,6 +33,15 @@ def test_a_short_hash_is_of_what_a_record_says() -> None:
     assert short_hash(record) == short_hash(dict(sorted(record.items()))) != short_hash(record | {"a": 0})
     assert len(short_hash(record)) == 16
     assert short_hash(record).startswith(short_hash(record, 8))
+
+
+def test_numbers_that_are_not_finite_are_texts_that_are_told_from_one_another() -> None:
+    values = [math.inf, -math.inf, math.nan, "inf", 1.5]
+    assert describe(values) == ["float inf", "float -inf", "float nan", "inf", 1.5]
+    assert describe(functools.partial(nn.Linear, (np.float64("inf"), {"a": np.float32("nan")}))) == {
+        "call": "torch.nn.modules.linear.Linear",
+        "args": [["float inf", {"a": {"numpy": "float32", "value": "float nan"}}]],
+    }
 
 
 def test_functions_are_described_by_what_they_do() -> None:

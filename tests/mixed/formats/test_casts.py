@@ -140,6 +140,96 @@ def test_modules_stay_in_fp32_by_class_and_by_name(keep, kept) -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+class Attending(nn.Module):
+    """A module of modules, and one of a class that torch builds of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.head = Head()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.attention(x, x, x, need_weights=False)[0])
+
+
+class Head(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4), nn.ReLU(), nn.Sequential(nn.Linear(4, 2)))
+
+
+@pytest.mark.parametrize(("kind", "name"), [(nn.MultiheadAttention, "attention"), (Head, "head")])
+def test_all_in_a_module_kept_by_class_stays_in_fp32_as_by_name(kind, name) -> None:
+    for keep in (kind, name):
+        model = Attending()
+        run = prepare(model, sgd(model), Policy(name="P", param_dtype=BF16, master=True, keep_fp32=(keep,)))
+        assert {n for n, p in model.named_parameters() if p.dtype == torch.float32} == {
+            n for n, _ in model.named_parameters() if n.startswith(f"{name}.")
+        }
+        run.backward(run(torch.randn(2, 3, 4)).square().mean())
+        run.step()
+        run.finish()
+
+
+class Listed(nn.Module):
+    """Calls the parts of a list, and not the list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.parts = nn.Linear(4, 4), nn.ModuleList([Head(), nn.Linear(2, 2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+@pytest.mark.parametrize("keep", [nn.ModuleList, "parts"])
+def test_the_parts_of_a_list_stay_in_fp32(keep) -> None:
+    model = Listed()
+    run = prepare(model, sgd(model), Policy(name="P", param_dtype=BF16, master=True, keep_fp32=(keep,)))
+    assert {p.dtype for p in model.parts.parameters()} == {torch.float32}
+    assert model.first.weight.dtype == BF16
+    run.backward(run(torch.randn(2, 4)).square().mean())
+    run.step()
+    run.finish()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+class Positive(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return nn.functional.softplus(weight)
+
+
+def test_what_a_kept_weight_is_computed_from_stays_in_fp32() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    nn.utils.parametrize.register_parametrization(model[1], "weight", Positive())
+    nn.utils.parametrizations.spectral_norm(model[2])
+    policy = Policy(name="P", param_dtype=BF16, master=True, keep_fp32=(*policies.BATCH_NORMS, "2"))
+    for keep in (policy.keep_fp32, (*policies.BATCH_NORMS, nn.Linear)):
+        run = prepare(model, sgd(model), Policy(name="P", param_dtype=BF16, master=True, keep_fp32=keep))
+        assert {p.dtype for p in [*model[1].parameters(), *model[2].parameters()]} == {torch.float32}
+        run.backward(run(torch.randn(8, 4)).square().mean())
+        run.step()
+        run.finish()
+
+
+def test_what_a_batch_norm_calls_gets_half_values_and_is_half() -> None:
+    class Conditional(nn.BatchNorm1d):
+        def __init__(self) -> None:
+            super().__init__(4)
+            self.scale = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self.scale(x)
+
+    model = nn.Sequential(nn.Linear(4, 4), Conditional())
+    run = prepare(model, sgd(model), MASTER_BF16)
+    assert (model[1].weight.dtype, model[1].scale.weight.dtype) == (torch.float32, BF16)  # type: ignore[union-attr]
+    run.backward(run(torch.randn(8, 4)).square().mean())
+    run.step()
+
+
 def test_a_module_kept_by_name_gets_fp32_inputs() -> None:
     seen = []
 

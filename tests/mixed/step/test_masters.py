@@ -15,6 +15,7 @@ from compresskit.mixed import (
     KAHAN_BF16,
     MASTER_BF16,
     MASTER_FP16,
+    PURE_BF16,
     PURE_FP16,
     SR_BF16,
     Policy,
@@ -165,6 +166,15 @@ def test_parametrized_weights_get_masters() -> None:
     run.finish()
     assert model[0].weight.dtype == torch.float32
     assert not torch.equal(before, model[0].parametrizations.weight.original0)
+
+
+@pytest.mark.parametrize("policy", [PURE_BF16, PURE_FP16], ids=lambda policy: policy.name)
+def test_an_optimizer_with_a_pair_of_eps_is_prepared(policy) -> None:
+    model = nn.Linear(2, 2)
+    run = prepare(model, torch.optim.Adafactor(model.parameters()), policy)  # its eps is (None, 0.001)
+    run.backward(run(torch.randn(4, 2)).square().mean())
+    run.step()
+    assert all(bool(p.isfinite().all()) for p in run.finish().parameters())
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")

@@ -351,6 +351,65 @@ def test_equal_blocks_of_other_sizes_are_timed_apart(monkeypatch) -> None:
     assert costs.milliseconds(model, image(2), found) == {"2": 16.0, "3": 16.0, "5": 8.0}
 
 
+class Keys:
+    """What a decoder hands from call to call: the keys of each layer so far."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, torch.Tensor] = {}
+
+    def update(self, layer: int, keys: torch.Tensor) -> torch.Tensor:
+        before = self.layers.get(layer)
+        self.layers[layer] = keys if before is None else torch.cat([before, keys], 1)
+        return self.layers[layer]
+
+
+class Attending(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.keys = number, nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, cache: Keys) -> torch.Tensor:
+        keys = cache.update(self.number, self.keys(x))
+        return x + torch.softmax(x @ keys.mT, -1) @ keys
+
+
+class Decoder(nn.Module):
+    """A decoder that makes its cache itself, as those of Hugging Face with `use_cache=True` do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Attending(number) for number in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        cache = Keys()
+        for block in self.blocks:
+            x = block(x, cache=cache)
+        return x
+
+
+def test_blocks_are_timed_with_the_cache_as_they_got_it(monkeypatch, caplog) -> None:
+    """Once for all of them, with as many keys as positions in each of the calls in a row."""
+    rows, counts, update = [], [], Keys.update
+
+    def export(row, path, inputs, **settings):
+        for _ in range(2):
+            row(*inputs)
+        rows.append(row)
+
+    def counted(cache: Keys, layer: int, keys: torch.Tensor) -> torch.Tensor:
+        counts.append(update(cache, layer, keys).shape[1])
+        return cache.layers[layer]
+
+    monkeypatch.setattr(Keys, "update", counted)
+    monkeypatch.setattr(costs, "export_onnx", export)
+    monkeypatch.setattr(costs, "latency", lambda files, inputs, seconds: (1.0, 4.0))
+    model, x = Decoder().eval(), (torch.randn(2, 5, 8),)
+    assert costs.milliseconds(model, x, find_blocks(model, x).removable) == {f"blocks.{n}": 1.0 for n in range(3)}
+    assert not caplog.text
+    assert len(rows) == 2
+    assert set(counts) == {5}
+
+
 def test_random_numbers_are_left_as_they_were() -> None:
     """The proof runs the model in train mode, where its dropout draws some."""
     model, inputs = build(Transformer), image(2)

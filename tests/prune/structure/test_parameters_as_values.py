@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -138,6 +139,33 @@ class Reduced(nn.Module):
         return self.head(self.b(self.a(self.embed(x))))
 
 
+class ScaledTable(nn.Module):
+    """A table of positions, (10, 16), times a number of each sample, and what is computed of it, is added to the tokens."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.positions = function, nn.Parameter(torch.randn(10, 16))
+        self.embed, self.head = nn.Linear(6, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.head((self.embed(x) + self.function(self.positions, x.mean((1, 2)).view(-1, 1, 1))).relu().mean(1))
+
+
+class NetVLAD(nn.Module):
+    """Centers, (4, 16), are weighted by how much of each sample belongs to them (1511.07247)."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.belongs, self.head = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 4, 1), nn.Linear(4 * 16, 5)
+        self.centers = nn.Parameter(torch.randn(4, 16))
+
+    def forward(self, x):
+        x = self.stem(x).relu()
+        belongs = self.belongs(x).flatten(2).softmax(1)
+        summed = torch.einsum("nkp,ncp->nkc", belongs, x.flatten(2))
+        return self.head((summed - belongs.sum(-1, keepdim=True) * self.centers).flatten(1))
+
+
 TOKENS = torch.randn(3, 10, 6, generator=torch.Generator().manual_seed(1))
 IMAGES = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
@@ -153,6 +181,9 @@ IMAGES = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(1))
         (HeadsByEinsum, TOKENS, [("q", 2), ("out", 2), ("q", 0), ("out", 0), ("head.weight", 1)]),
         (Reduced, TOKENS, [("embed.weight", 0), ("a.q.weight", 0), ("a.reduce.weight", 0), ("b.reduce.weight", 1)]),
         (Windows, TOKENS, [("a.weight", 0), ("b.weight", 1), ("b.weight", 0)]),
+        (partial(ScaledTable, lambda p, t: p * t), TOKENS, [("positions", 1), ("embed.weight", 0), ("head.weight", 1)]),
+        (partial(ScaledTable, lambda p, t: (p + t).cos() * 2 + p), TOKENS, [("positions", 1), ("embed.weight", 0)]),
+        (NetVLAD, IMAGES, [("centers", 1), ("stem.weight", 0), ("belongs.weight", 1), ("head.weight", 1)]),
     ],
 )
 def test_is_cut_and_equals_the_zeroed_model(kind, x, tensors) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import oracles
-import pytest
 import torch
 from networks import build, image
 from torch import nn
@@ -124,7 +123,6 @@ def test_many_ranges_are_narrowed_by_one_factor_and_inputs_stay() -> None:
     assert exact_sums(quantized.body) == exact
 
 
-@pytest.mark.usefixtures("few_steps")
 def test_an_effort_level_tries_both_and_says_what_they_bought() -> None:
     model, x = build(Blocks), image(64)
     quantized = quantize_static(model, [x], effort="balanced", float_macs=0.0, choose="rules")

@@ -71,6 +71,7 @@ def test_the_float_model_computes_the_same_for_least_noise() -> None:
         torch.testing.assert_close(captured.module(*x), model(*x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("all_steps")
 def test_of_large_layers_some_outputs_stand_for_all(monkeypatch) -> None:
     model, x = build(Uneven), image(32)
     rounded = {point.node for point in build_quantized(model, x, X86, None).placement.points}

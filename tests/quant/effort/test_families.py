@@ -145,7 +145,6 @@ def test_batches_of_a_fixed_size_are_neither_cut_nor_joined(network, batch, coun
         assert oracles.sqnr(model(*fresh), quantized(*fresh)) > 28
 
 
-@pytest.mark.usefixtures("few_steps")
 def test_rounding_is_not_learned_by_batches_of_a_fixed_size_which_is_said(caplog) -> None:
     with caplog.at_level(logging.INFO):
         quantized = quantize_static(

@@ -126,6 +126,7 @@ def test_a_share_without_an_effort_is_refused() -> None:
         StaticQuant(float_macs=0.1)
 
 
+@pytest.mark.usefixtures("all_steps")
 def test_what_is_float_already_counts(monkeypatch) -> None:
     """Two steps keep to one bound, and the second is left where it does not halve the noise."""
     monkeypatch.setattr(improve, "FIRST_SHARES", {"balanced": 0.0, "best": 0.05})

@@ -149,7 +149,6 @@ def test_each_remedy_says_what_it_bought_and_none_makes_it_worse(effort, caplog,
         torch.testing.assert_close(loaded(*fresh), quantized(*fresh), rtol=0, atol=0)
 
 
-@pytest.mark.usefixtures("few_steps")
 def test_a_part_of_a_model_and_a_stage_take_the_setting() -> None:
     model, x = build(networks.Residual), image(32)
     inner = torch.nn.Sequential(model)
@@ -255,7 +254,6 @@ def test_outputs_without_gradients_get_the_other_remedies(kind, effort, caplog, 
 @pytest.mark.parametrize(
     ("milliseconds", "before", "kept"), [([1.0, 2.0], 0.5, True), ([1.99, 2.0], 1.8, False), ([3.0, 2.0], 3.0, True)]
 )
-@pytest.mark.usefixtures("few_steps")
 def test_layers_stay_float_only_while_the_file_is_faster_than_the_float_one(
     milliseconds, before, kept, monkeypatch, tmp_path
 ) -> None:

@@ -143,3 +143,25 @@ def test_rounding_in_turn_loses_less_whatever_the_blocks_and_order(columns) -> N
         return float(((rounded - weight) @ moment * (rounded - weight)).sum())
 
     assert lost(found) < 0.3 * lost(weight.round())
+
+
+class Tied(nn.Module):
+    """Ids (N, T) to a score of each word, by the table that they are looked up in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(20, 8), nn.Linear(8, 20, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.words(ids)))
+
+
+@pytest.mark.parametrize("skip", [(), ("words",)])
+def test_a_table_that_lookups_read_stays(skip) -> None:
+    """Its rows are read elsewhere, too, where these errors make up for nothing."""
+    torch.manual_seed(0)
+    model, ids = Tied().eval(), torch.randint(20, (64, 5))
+    quantized = quantize_static(model, [ids], skip=skip)
+    assert round_weights_in_turn_(quantized, [(ids,)]) == 0
+    assert torch.equal(get_tensor(quantized.body, "head.weight"), model.words.weight)

@@ -54,7 +54,6 @@ def here(monkeypatch):
     return clock
 
 
-@pytest.mark.usefixtures("few_steps")
 def test_a_faster_file_of_the_rules_is_timed_once_and_kept(here) -> None:
     clock = here(1.0, 0.5, 2.0)
     found = quantize_static(build(Chain), [image(32)], effort="balanced", float_macs=0.0)
@@ -64,7 +63,6 @@ def test_a_faster_file_of_the_rules_is_timed_once_and_kept(here) -> None:
     assert found.origin.measured.floating == 0
 
 
-@pytest.mark.usefixtures("few_steps")
 def test_where_integers_save_too_little_a_better_placement_is_found(here, caplog) -> None:
     clock = here(1.9, 1.0, 2.0)
     with caplog.at_level(logging.INFO, logger="compresskit.quant.measured_placement.latency_search"):
@@ -78,7 +76,6 @@ def test_where_integers_save_too_little_a_better_placement_is_found(here, caplog
     assert "measured placement (batch 3, threads 2)" in caplog.text
 
 
-@pytest.mark.usefixtures("few_steps")
 def test_no_layer_is_left_float_that_makes_the_file_slower_than_float(here, monkeypatch) -> None:
     monkeypatch.setattr(improve, "ENOUGH", 200.0)
     here(1.0, 2.5, 2.0)

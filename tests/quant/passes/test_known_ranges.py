@@ -98,7 +98,6 @@ def test_files_saved_models_and_training(gates, tmp_path) -> None:
             assert after[label] == ends
 
 
-@pytest.mark.usefixtures("few_steps")
 def test_effort_leaves_known_ranges(gates) -> None:
     batches = [pictures() for _ in range(4)]
     found = ranges(quantize_static(gates, batches, target=KNOWN, effort="balanced"))

@@ -47,6 +47,15 @@ def test_a_stage_whose_input_is_gone_is_not_shown(copied) -> None:
     assert run.missing[1:] == ["2-prune: not finished", "3-qat: its result is older than 2-prune, and is not shown"]
 
 
+def test_a_stage_that_the_recipe_has_no_longer_is_not_shown(copied) -> None:
+    (copied / "report.json").unlink()
+    recipe = read_json(copied / "recipe.json", "a recipe")
+    write_json(copied / "recipe.json", recipe | {"stages": recipe["stages"][:2]})
+    run = read_run(copied)
+    assert [row.stage for row in run.rows] == run.stages == ["1-train", "2-prune"]
+    assert run.missing == [f"{copied}/report.json: not there; the report of a run was expected"]
+
+
 def test_a_report_that_is_older_than_a_stage_is_not_believed(copied) -> None:
     path = copied / "2-prune" / "row.json"
     record = read_json(path, "a row")

@@ -16,7 +16,12 @@ from compresskit.prune.structure.channel_sets import (
     varying_dims,
 )
 from compresskit.prune.structure.rules.base import IDENTITY_OPERATORS, OperatorCall, RuleResult, overloads, rule_for
-from compresskit.prune.structure.rules.computed_weights import combine_parameters, is_computed_weight, reduce_parameter
+from compresskit.prune.structure.rules.computed_weights import (
+    combine_parameters,
+    is_computed_weight,
+    is_scaled_table,
+    reduce_parameter,
+)
 from compresskit.prune.structure.rules.parameter_view import ParameterView
 from compresskit.prune.structure.rules.width_scaling import add_scaling_factor
 
@@ -41,7 +46,7 @@ _BINARY_OPERATORS = """add sub mul div maximum minimum pow where rsub atan2 fmod
 def rule_elementwise(call: OperatorCall) -> RuleResult:
     """Channels that meet in one element are joined."""
     values = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, Tensor | ParameterView)]
-    if is_computed_weight(call, values):
+    if is_computed_weight(call, values) or is_scaled_table(call, values):
         return combine_parameters(call, values)
     states, repeated = _initial_states(call), False
     result: Tensor | None = None

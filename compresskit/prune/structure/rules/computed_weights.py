@@ -26,6 +26,19 @@ def is_computed_weight(call: OperatorCall, values: Sequence[Any]) -> bool:
     )
 
 
+def is_scaled_table(call: OperatorCall, values: Sequence[Any]) -> bool:
+    """Whether an operator combines a matrix of parameters with values that cannot be cut and have one entry along a dimension of
+    it, such as a number of each sample, or of each row (NetVLAD): channels that it meets later may run along that dimension.
+    """
+    tables = [v for v in values if isinstance(v, ParameterView) and len(_dims_read(call, v)) > 1]
+    others = [v for v in values if isinstance(v, Tensor)]
+    if not tables or call.target._schema.is_mutable or not all(map(call.sets.all_locked, others)):
+        return False
+    rank = len(call.shape)
+    moving = {d + rank - len(table.shape) for table in tables for axis in table.axes for d in varying_dims(axis)}
+    return any(all(_padded(v, rank).shape[d] == 1 for v in others) for d in moving)
+
+
 def combine_parameters(call: OperatorCall, values: Sequence[Labelled]) -> RuleResult:
     """The result of an elementwise operator on parameters, and on labels of vectors, that broadcast to its shape."""
     views = [v for v in values if isinstance(v, ParameterView)]
