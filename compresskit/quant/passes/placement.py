@@ -30,7 +30,6 @@ from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.coverage import Coverage, LayerCost, coverage_of, layer_costs
 
 MOST_BENT = 20_000  # weights of a convolution that is given twice or thrice the filters, for the size of the file
-MOST_POOLED = 131_072  # numbers of a sample, 2048 x 8 x 8, that are pooled in float where nothing in integers reads the result
 SLOPES_DIFFER = "its slopes differ between channels"
 JOINED = "it joins values of very different ranges"  # how the reason of a concatenation begins that `floating` leaves float
 UNANCHORED = "its bounds are no integers of its input"  # how that of a hardsigmoid begins whose own rounding clips it instead
@@ -257,12 +256,6 @@ class _Placer:
             return SLOPES_DIFFER
         if kind == "mean" and not is_global(node):
             return "it does not average over all spatial positions"
-        if kind in ("mean", "avg_pool") and self.target.operators[kind].output:
-            # Its kernel could only give integers, which round and clip once more what no layer reads.
-            if _is_only_output(node):
-                return "only the outputs of the model read it"
-            if node not in self.read_in_integers and _is_small(node.args[0]):
-                return "nothing in integers reads it"
         if kind == "hardsigmoid" and (operands[0] not in self.rounded or self._fused(operands[0])):
             return "it does not stand directly behind an integer operator"
         if self.target.operators[kind].follow and not any(self._is_rounded(value) for value in operands):
@@ -321,11 +314,7 @@ class _Placer:
         for node in reversed(self.graph.nodes):
             kind = OPERATOR_KINDS.get(node.target, "unknown") if node.op == "call_function" else "unknown"
             with_constant = kind in ("add", "mul") and len(self._operands(node, kind)) < 2
-            if kind in _BETWEEN_OTHERS:
-                reads = node in found and not with_constant
-            else:
-                reads = kind in self.target.operators and self._chosen(node) is None
-            if reads:
+            if (node in found and not with_constant) if kind in _BETWEEN_OTHERS else kind in self.target.operators:
                 found.update(node.all_input_nodes)
         return found
 
@@ -441,18 +430,6 @@ class _Placer:
 
     def _clamp(self, source: Node) -> tuple[float, float | None] | None:
         return bounds(source) if OPERATOR_KINDS.get(source.target) == "clamp" and self._fused(source) else None
-
-
-def _is_only_output(value: Node) -> bool:
-    """Whether nothing but the outputs of the model reads a value, also behind operators that only move it."""
-    moved = (r.op == "output" or (OPERATOR_KINDS.get(r.target) == "move" and _is_only_output(r)) for r in value.users)
-    return all(moved)
-
-
-def _is_small(value: Node) -> bool:
-    """Whether a sample of a value has few numbers, which take little time in float."""
-    sizes = value.meta["val"].shape[1:]
-    return all(isinstance(size, int) for size in sizes) and math.prod(sizes) <= MOST_POOLED
 
 
 def _is_read_twice(value: Node) -> bool:

@@ -410,7 +410,7 @@ def test_a_tensor_that_is_moved_to_its_own_device_is_followed() -> None:
 def test_a_weight_that_depends_on_data_is_named() -> None:
     class Dynamic(nn.Sequential):
         def forward(self, x):
-            return self[1](nn.functional.linear(x, self[0].weight * x.mean().sigmoid(), self[0].bias).relu())
+            return self[1](nn.functional.linear(x, self[0].weight * x.repeat(8, 1).sigmoid(), self[0].bias).relu())
 
     plan = plan_channels(
         nn.Sequential(Dynamic(nn.Linear(12, 32), nn.Linear(32, 16)), nn.Linear(16, 8), nn.Linear(8, 5)),
@@ -420,6 +420,17 @@ def test_a_weight_that_depends_on_data_is_named() -> None:
     )
     assert plan.locked["the weight of linear in 0 is computed in the forward pass"] == 32
     assert plan.remove
+
+
+def test_a_weight_that_data_scale_is_cut() -> None:
+    class Dynamic(nn.Sequential):
+        def forward(self, x):
+            return self[1](nn.functional.linear(x, self[0].weight * x.mean().sigmoid(), self[0].bias).relu())
+
+    model, x = Dynamic(nn.Linear(12, 32), nn.Linear(32, 5)).eval(), torch.randn(4, 12)
+    plan = plan_channels(model, (x,), budget=keep(macs=0.5), round_to=1)
+    assert plan.remove.keys() == {"0.weight", "0.bias", "1.weight"}
+    assert_equals_zeroed(model, plan, (x,))
 
 
 def test_vectors_side_by_side_are_not_followed() -> None:

@@ -86,68 +86,6 @@ def test_a_mean_over_positions_runs_in_integers(tmp_path) -> None:
         assert audit.conversions == 1
 
 
-class LastPooling(nn.Module):
-    """A convolution whose pooled result is an output; `read` makes other outputs of it."""
-
-    def __init__(self, pool, read=None):
-        super().__init__()
-        self.conv, self.pool, self.read, self.head = nn.Conv2d(3, 8, 3), pool, read, nn.Linear(8, 4)
-
-    def forward(self, x):
-        x = self.pool(self.conv(x))
-        return x.flatten(1) if self.read is None else (x, self.read(self, x.flatten(1)))
-
-
-@pytest.mark.parametrize(
-    ("pool", "read", "kind"),
-    [
-        (nn.AdaptiveAvgPool2d(1), None, "float"),
-        (lambda x: x.mean((2, 3)), None, "float"),
-        (nn.AvgPool2d(2), None, "float"),
-        (lambda x: x.mean((2, 3)), lambda net, x: net.head(x), "mean"),
-    ],
-)
-def test_a_pooling_that_only_the_outputs_read_is_not_rounded(pool, read, kind) -> None:
-    """Its kernel would give integers, clipped to the range of the calibration data."""
-    torch.manual_seed(0)
-    model, x = LastPooling(pool, read).eval(), image(16)
-    placement = quantize_static(model, [x]).placement
-    pooling = {"mean", "avg_pool"}.intersection(placement.integer.values()) or {"float"}
-    assert pooling == {kind}
-    assert ("only the outputs of the model read it" in placement.floating.values()) == (kind == "float")
-    unrounded = quantize_static(model, [x], target=TENSORRT).placement  # there, the kernel gives float
-    assert {"mean", "avg_pool"}.intersection(unrounded.integer.values())
-
-
-class FloatHead(nn.Module):
-    """A convolution of which `read` makes the output, which can be one of its layers."""
-
-    def __init__(self, read):
-        super().__init__()
-        self.conv, self.read, self.head = nn.Conv2d(3, 8, 3), read, nn.Linear(8, 4)
-
-    def forward(self, x):
-        return self.read(self, self.conv(x))
-
-
-@pytest.mark.parametrize(
-    ("read", "skip", "size", "reason"),
-    [
-        (lambda net, y: net.head(y.mean((2, 3))), ("head",), 8, "nothing in integers reads it"),
-        (lambda net, y: net.head(y.mean((2, 3))), (), 8, None),
-        (lambda net, y: net.head(y.mean((2, 3))), ("head",), 132, None),  # too large a map
-        (lambda net, y: F.normalize(y.mean((2, 3))), (), 8, "nothing in integers reads it"),
-        (lambda net, y: y.mean((2, 3)).relu() * 3, (), 8, "nothing in integers reads it"),
-        (lambda net, y: torch.cat([y.mean((2, 3)), y.relu().mean((2, 3))], 1), (), 8, "nothing in integers reads it"),
-    ],
-)
-def test_a_mean_that_nothing_in_integers_reads_is_not_rounded(read, skip, size, reason) -> None:
-    torch.manual_seed(0)
-    placement = quantize_static(FloatHead(read).eval(), [torch.randn(2, 3, size, size)], skip=skip).placement
-    assert placement.floating.get("mean") == reason
-    assert ("mean" in placement.integer) == (reason is None)
-
-
 class Sequence(nn.Module):
     """Embedding, conv1d, pooling in one dimension, an upsampling: (N, 24) integers."""
 
