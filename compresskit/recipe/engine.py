@@ -269,7 +269,7 @@ def finish_run(run: RunSettings, steps: list[RunStep], reports: list[StageReport
         times = latency([files[i] for i in exported], sample)
     for i, milliseconds in zip(exported, times, strict=True):
         reports[i] = replace(reports[i], latency_ms=milliseconds)
-    if repr(reports) != repr(before):  # in which a metric that is nan equals itself
+    if reports != before:
         inputs = sample or timed_sample([files[i] for i in exported], task, run.dims)
         found = {steps[i].name: layer_times(files[i], inputs) for i in progress_bar(exported, desc="time layers")}
         write_reports(run, steps, reports, task, {name: entry for name, entry in found.items() if entry})
@@ -324,6 +324,6 @@ def latencies_before(before: list[StageReport], reports: list[StageReport], expo
     One of a file of the same name is none where the rest of its row is another: a run that ended before it wrote its report
     leaves new stages beside the report of the old ones.
     """
-    found = {repr(replace(row, latency_ms=None)): row.latency_ms for row in before}
-    times = [time for i in exported if (time := found.get(repr(replace(reports[i], latency_ms=None)))) is not None]
+    found = {replace(row, latency_ms=None): row.latency_ms for row in before}
+    times = [time for i in exported if (time := found.get(reports[i])) is not None]
     return times if len(times) == len(exported) else None

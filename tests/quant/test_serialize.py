@@ -15,7 +15,7 @@ from networks import build, image
 from torch import nn
 
 import compresskit as ck
-from compresskit.base.errors import CheckpointError
+from compresskit.base.errors import CheckpointError, ModelError
 from compresskit.quant import Quantized, quantize_dynamic, quantize_static, quantize_weights
 from compresskit.quant.accuracy_target.mixed_model import INT8, PRECISIONS, build_mixed
 from compresskit.quant.dynamic.placement_dynamic import ALL_ZERO, DEFAULT_OPERATORS
@@ -247,7 +247,7 @@ def test_a_model_of_rows_with_a_mask_is_rebuilt_to_the_bit(tmp_path) -> None:
         assert torch.equal(again(IDS, LONG), quantized(IDS, LONG))
     saved = plain_record(quantized)
     saved["example"]["args"][1] = {"shape": [2, 20], "dtype": "torch.bool"}  # as an earlier compresskit did
-    with pytest.raises(CheckpointError, match=r"the values that the file keeps of the example.*Length of all samples"):
+    with pytest.raises(ModelError, match=r"the values that the file keeps of the example.*Length of all samples"):
         rebuild(Masked(), saved)
 
 

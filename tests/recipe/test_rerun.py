@@ -86,15 +86,6 @@ def test_the_latency_of_an_earlier_file_of_the_same_name_is_not_believed(tmp_pat
         assert [row["latency_ms"] for row in json.loads(result.report.read_text())["rows"]] == [2.5]
 
 
-def test_a_finished_run_without_a_metric_is_not_measured_again(tmp_path, monkeypatch) -> None:
-    times = iter([[1.5]])
-    monkeypatch.setattr("compresskit.recipe.engine.latency", lambda files, inputs: next(times))
-    task = ck.Task(train=BATCHES, val=BATCHES, metric=lambda predictions, targets: math.nan, higher_is_better=True)
-    for _ in range(2):
-        rows = ck.Recipe(ck.Train(epochs=1)).run(nn.Linear(8, 4), task, tmp_path / "run").rows
-        assert [(row.latency_ms, math.isnan(row.metric)) for row in rows] == [(1.5, True)]
-
-
 def test_an_infinite_setting_is_recorded(tmp_path) -> None:
     rprop = partial(torch.optim.Rprop, step_sizes=(1e-6, math.inf))
     recipe = ck.Recipe(ck.Train(epochs=1, optimizer=rprop))
