@@ -136,8 +136,8 @@ def _names_the_example(model: nn.Module, example: Inputs) -> Iterator[None]:
             raise ModelError(
                 f"{type(model).__name__} does not run on inputs of shape {shapes_of(example)} with the values that the file keeps"
                 f" of the example{why}; where it is as it was when it was quantized, quantize and save it again: masks, lengths"
-                " and offsets are kept, which an earlier compresskit did not keep, and of other inputs few values, so that a first"
-                " batch without padding may be needed"
+                " and offsets are kept, which an earlier compresskit did not keep, and of other inputs few values, so that a"
+                " first batch without padding may be needed"
             ) from error.__cause__
         raise
 
