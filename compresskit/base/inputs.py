@@ -97,7 +97,7 @@ def check_constants(inputs: Inputs, example: Inputs, names: Sequence[str], where
                 f"{where}: wanted the input {name}={wanted!r} that it was captured with, got {got!r}; its graph has that value"
                 " for good: quantize with the other one"
             )
-            if type(wanted) is not int or type(got) is not int:
+            if not all(isinstance(value, Integral) and not isinstance(value, bool) for value in (got, wanted)):
                 raise ModelError(message)
             _warn_of_number(f"{message}, if the model computes with it")
 

@@ -478,7 +478,7 @@ def time_in_turn(runs: Sequence[Callable[[], object]], *, seconds: float, rounds
             run()
         begin = time.perf_counter()
         run()
-        repeats.append(max(1, round(seconds / rounds / max(time.perf_counter() - begin, 1e-5))))
+        repeats.append(max(1, round(seconds / rounds / max(time.perf_counter() - begin, 1e-5))))  # a clock may stand still
     times: list[list[float]] = [[] for _ in runs]
     order = list(range(len(runs)))
     for turn in range(rounds):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -260,19 +260,19 @@ def _input_norms(model: nn.Module, names: Collection[str], inputs: Inputs) -> di
     """Weight -> for each of its entries the norm of the input channel that it multiplies, over samples and positions."""
     norms: dict[str, Tensor] = {}
 
-    def unseen(name: str, module: nn.Module) -> ModelError:
-        return ModelError(
+    def refuse(name: str, module: nn.Module) -> NoReturn:
+        raise ModelError(
             f"{name}: the inputs of a {type(module).__name__} cannot be seen; protect it, or use a criterion without inputs"
         )
 
     for name in names:
         if not isinstance(module := owner(model, name)[0], MaskableLayer):
-            raise unseen(name, module)
+            refuse(name, module)
 
     def visit(path: str, module: nn.Module, x: Tensor, out: Tensor) -> None:
         norm = torch.linalg.vector_norm(channels_first(module, x).float(), dim=1)
         if len(norm) != _channel_counts(module)[0]:
-            raise unseen(f"{path}.weight", module)
+            refuse(f"{path}.weight", module)
         norms[path] = norm if path not in norms else torch.hypot(norms[path], norm)
 
     paths = {name: name.rpartition(".")[0] for name in names}

@@ -258,17 +258,15 @@ def finish_run(run: RunSettings, steps: list[RunStep], reports: list[StageReport
     """
     files = [run.out / step.name / "model.onnx" for step in steps]
     exported = [i for i, file in enumerate(files) if file.exists()]
-    reports = [
-        replace(report, bytes=file_bytes(file)) if file.exists() else report for report, file in zip(reports, files, strict=True)
-    ]
-    before = reports_before(run) if all(run.reused) else []
-    times = latencies_before(before, reports, exported)
+    before = reports_before(run, steps) if all(run.reused) else []
+    times = latencies_before(before, steps, exported)
     sample: Inputs | None = None
     if times is None:
         sample = timed_sample([files[i] for i in exported], task, run.dims)
         times = latency([files[i] for i in exported], sample)
+    reports = list(reports)
     for i, milliseconds in zip(exported, times, strict=True):
-        reports[i] = replace(reports[i], latency_ms=milliseconds)
+        reports[i] = replace(reports[i], latency_ms=milliseconds, bytes=file_bytes(files[i]))
     if reports != before:
         inputs = sample or timed_sample([files[i] for i in exported], task, run.dims)
         found = {steps[i].name: layer_times(files[i], inputs) for i in progress_bar(exported, desc="time layers")}
@@ -286,6 +284,7 @@ def write_reports(
         "stages": run.record["stages"],
         "torch": torch.__version__,
         "metric": {"name": task.metric_name, "higher_is_better": task.prefers_higher},
+        "keys": {step.name: step.key for step in steps},
         "reused": [step.name for step, reused in zip(steps, run.reused, strict=True) if reused],
         "history": {step.name: row.get("history", []) for step, row in zip(steps, rows, strict=True)},
         "environment": environment(),
@@ -309,21 +308,21 @@ def report_baselines(out: Path, rows: Sequence[StageReport]) -> None:
     write_json(out / "report.json", new)
 
 
-def reports_before(run: RunSettings) -> list[StageReport]:
-    """The rows of report.json; none where it is not there or damaged."""
+def reports_before(run: RunSettings, steps: list[RunStep]) -> list[StageReport]:
+    """The rows of report.json; none where it is not there, damaged, or of other results in folders of the same names: a run that
+    ended before its report leaves the one of the run before it.
+    """
     path = run.out / "report.json"
     try:
-        return [read_stage_report(row, path) for row in read_json(path, "a report")["rows"]] if path.exists() else []
-    except (CheckpointError, KeyError, TypeError):
+        report = read_json(path, "a report") if path.exists() else {"rows": [], "keys": {}}
+        same = all(report["keys"].get(step.name) == step.key for step in steps)
+        return [read_stage_report(row, path) for row in report["rows"]] if same else []
+    except (CheckpointError, KeyError, TypeError, AttributeError):
         return []
 
 
-def latencies_before(before: list[StageReport], reports: list[StageReport], exported: list[int]) -> list[float] | None:
-    """The latencies of the exported steps in an earlier report, in ms; None where one is missing.
-
-    One of a file of the same name is none where the rest of its row is another: a run that ended before it wrote its report
-    leaves new stages beside the report of the old ones.
-    """
-    found = {replace(row, latency_ms=None): row.latency_ms for row in before}
-    times = [time for i in exported if (time := found.get(reports[i])) is not None]
+def latencies_before(before: list[StageReport], steps: list[RunStep], exported: list[int]) -> list[float] | None:
+    """The latencies of the exported steps in earlier reports, in ms; None where one is missing."""
+    found = {row.stage: row.latency_ms for row in before}
+    times = [time for i in exported if (time := found.get(steps[i].name)) is not None]
     return times if len(times) == len(exported) else None

@@ -271,7 +271,7 @@ class _Placer:
         """Why an operator stays float where the caller asks for it, else None."""
         if node in self.unrounded or stands_in(module_path(node), self.skip):
             return "skipped by the user"
-        return self.kept.get(node.name) if not self._may_saturate(node) else None
+        return self.kept[node.name] if node.name in self.kept and not self._may_saturate(node) else None
 
     def _lookups_of_integers(self, bits: BitWidths) -> dict[Node, Node]:
         """The lookups of rows that are to read the rounded weight of a layer, which is their table, each with that layer.
