@@ -5,6 +5,9 @@ recipe = Recipe(Train(epochs=12), Prune(budget=keep(macs=0.5), finetune=Train(ep
 print(recipe.run(model, task, out="runs/first"))
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from compresskit import distill, export, metrics, mixed, prune, quant
 from compresskit.base.budget import Budget, keep, remove
 from compresskit.base.errors import (
@@ -29,9 +32,11 @@ from compresskit.measure import count_macs, count_parameters, evaluate
 from compresskit.prune import Densify, LotteryTicket, Prune, Sparsify
 from compresskit.quant import QAT, DynamicQuant, StaticQuant, WeightQuant
 from compresskit.recipe import Recipe, Result, load, save
-from compresskit.search import at_most, compress
 from compresskit.train import lr
 from compresskit.train.train import Train, fit_
+
+if TYPE_CHECKING:
+    from compresskit.search import at_most, compress
 
 __all__ = [
     "QAT",
@@ -82,3 +87,16 @@ __all__ = [
     "save",
     "verify_onnx",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`search`, and what is from it, are imported when they are first asked for: an eighth of the import, that few runs need."""
+    if name not in ("at_most", "compress", "search"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    search = import_module("compresskit.search")
+    globals().update(at_most=search.at_most, compress=search.compress)
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "search"})

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import checkout
 import oracles
 import pytest
-from matrix import cover
+from matrix import cover, in_the_gate
 
 import compresskit as ck
 from compresskit.distill.losses import LOSSES, TARGET_LOSSES
@@ -282,3 +282,4 @@ def test_the_gate_has_each_value_of_a_matrix() -> None:
     assert len(chosen) == 3
     assert {value for case in chosen for value in case.values()} == {*"abc", 1, 2, -1, -2}
     assert list(cover(cases[2:3])) == [0]  # a case that is asked for alone runs
+    assert in_the_gate([{"one": n} for n in range(5)], every=2) == {0, 2, 4}  # of tests that say so, one of two

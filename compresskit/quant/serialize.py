@@ -36,6 +36,7 @@ _INPUT_TYPES = """
 #: Types of inputs that a record may name; names from a file are only looked up here.
 INPUT_DTYPES: dict[str, torch.dtype] = {f"torch.{name}": getattr(torch, name) for name in _INPUT_TYPES.split()}
 
+FLOAT_LOOKUP = "no rule for aten.embedding.default"  # in records of before tables were rounded, of each; later of small ones
 LEAST_FILL = 1e3  # in size, of what is added to scores where nothing is to be looked at
 MAX_EXAMPLE_VALUES = 2**28  # of an example that is made from a record
 MOST_RUNS = 2**16  # of equal values, that a record keeps of an input
@@ -98,7 +99,7 @@ def rebuild(model: nn.Module, saved: dict[str, Any]) -> Quantized:
                 example,
                 target,
                 MinMax,
-                floating=floating,
+                floating=floating | {name: reason for name, reason in zeros.items() if reason == FLOAT_LOOKUP},
                 bits=bits,
                 share=lambda _, placed, __: placed.with_groups(groups),
                 **settings,

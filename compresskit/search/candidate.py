@@ -78,7 +78,7 @@ class Candidate:
         rank: fraction of the multiply-accumulates that stays when layers are factored; 1 factors none.
         bits: "float" is not quantized; "int4" has weights of 4 bits and activations of 8; "dynamic" has weights of 8 bits and
             activations whose range is found in every call, as recurrent layers need it; "weights4" computes in float, with
-            weights of 4 bits in blocks of linear layers and of embedding tables, which "int8" and "int4" leave float.
+            weights of 4 bits in blocks of linear layers and of embedding tables, which "int8" and "int4" store in 8 bits.
         effort: of the quantization, as in `quantize_static`. Where it is trained, operators are placed by measurement,
             and the training does the rest. The others, without calibrated ranges, are "fast".
     """

@@ -83,6 +83,7 @@ def both_files(model, example, folder, monkeypatch):
     return short, whole
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize("kind", some(PLAIN), ids=lambda kind: kind.__name__)
 def test_the_file_is_that_of_a_decomposition(kind, tmp_path, monkeypatch) -> None:
     short, whole = both_files(kind().eval(), example_of(kind), tmp_path, monkeypatch)
@@ -103,6 +104,7 @@ def test_outputs_are_replaced(tmp_path, monkeypatch) -> None:
     assert ck.verify_onnx(short, model, [example])
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize(
     "kind", [networks.Chain, networks.Mobile, networks.Preactivation, special_networks.FusedAttention, special_networks.Cells]
 )

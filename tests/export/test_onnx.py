@@ -16,6 +16,7 @@ from compresskit.base.errors import ExportError, ModelError, SettingError
 from compresskit.measure import session
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize("kind", NETWORKS, ids=lambda k: k.__name__)
 def test_float_files_agree(kind, tmp_path) -> None:
     model = build(kind)

@@ -32,6 +32,7 @@ def test_any_number_of_inputs() -> None:
     torch.testing.assert_close(graph(*x), x[0] + x[1])
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize("kind", NETWORKS, ids=lambda k: k.__name__)
 def test_captured_graphs_compute_what_their_models_compute(kind) -> None:
     model = build(kind).train()

@@ -62,6 +62,7 @@ def reader(name: str) -> tuple[Reader, list[tuple[Tensor, Tensor]]]:
     return model, [batch(sorted(b[1].tolist(), reverse=True)) for b in UNORDERED] if model.in_order else UNORDERED
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize("name", KINDS)
 def test_files_of_packed_sequences_take_other_batches_and_lengths(name, tmp_path) -> None:
     model, batches = reader(name)
@@ -70,6 +71,7 @@ def test_files_of_packed_sequences_take_other_batches_and_lengths(name, tmp_path
     assert proof.passed, proof
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize("name", KINDS)
 def test_layers_that_read_packed_sequences_get_narrower_and_are_quantized(name, tmp_path) -> None:
     model, batches = reader(name)
@@ -308,6 +310,7 @@ GIVEN = {
 }
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize("lengths", GIVEN)
 @pytest.mark.parametrize("dynamic", [(0, 1), ()])
 def test_an_example_whose_rows_are_all_full_hides_no_padding_that_counts(lengths, dynamic) -> None:

@@ -65,6 +65,7 @@ def plain(steps):
     return list(model.parameters())
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize(("policy", "settings"), together(SPLIT_BF16))
 def test_a_group_added_later_trains_like_one_that_was_there(policy, settings) -> None:
     """FP32 against a plain loop of torch; the others by their masters, and by a resume."""

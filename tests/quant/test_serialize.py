@@ -108,6 +108,7 @@ def test_a_pruned_and_quantized_model_is_rebuilt_to_the_bit(tmp_path) -> None:
         assert torch.equal(again(*x), quantized(*x))
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize(
     ("make", "inputs"),
     [

@@ -418,6 +418,7 @@ def timed(monkeypatch):
     return takes
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize(
     ("factor", "noise", "told"),
     [

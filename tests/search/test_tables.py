@@ -56,12 +56,12 @@ def shop(model, task, tmp_path, target=ck.quant.X86) -> Workshop:
 
 
 def test_tables_are_stored_in_four_bits_where_the_budget_asks_for_it(model, task, tmp_path) -> None:
-    """int8 and int4 leave tables float, and eight bits are not few enough."""
+    """int8, int4 and dynamic store tables in eight bits, which are not few enough."""
     search = ck.compress(model, task, ck.at_most(bytes="0.2x"), out=tmp_path / "runs", trials=5, finalists=1, seconds=0.02)
     assert search.chosen.candidate.bits == "weights4"
     assert search.onnx.stat().st_size <= 0.2 * search.dense.bytes
     tried = {entry.candidate.name: entry.figures for entry in search.tried if entry.figures is not None}
-    assert tried["int8"].bytes > 0.9 * search.dense.bytes > 2 * tried["dynamic"].bytes > 2 * 0.2 * search.dense.bytes
+    assert all(search.dense.bytes / 3 > tried[name].bytes > search.dense.bytes / 4 for name in ("int8", "dynamic"))
     stored = {t.name: t for t in onnx.load(search.onnx).graph.initializer}
     assert max(len(t.raw_data) for t in stored.values()) == 3000 * 32 // 2  # the larger table
     written = runpy.run_path(str(search.code))["recipe"]

@@ -15,16 +15,24 @@ def some(values: Iterable[Any], every: int = 2) -> list[Any]:
 
 
 def mark_slow(items: Iterable[pytest.Item]) -> None:
-    """Of each test with the mark `matrix`, leave in the gate so many cases that each value of each parameter is in one."""
+    """Of each test with the mark `matrix`, leave in the gate so many cases that each value of each parameter is in one.
+
+    Of these one of each `every`, where the mark says so: of tests of one parameter whose values go the same way, and take long.
+    """
     cases = defaultdict(list)
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("matrix"):
             cases[item.nodeid.partition("[")[0]].append(item)
     for found in cases.values():
-        kept = set(cover([item.callspec.params for item in found]))
+        kept = in_the_gate([item.callspec.params for item in found], **found[0].get_closest_marker("matrix").kwargs)
         for number, item in enumerate(found):
             if number not in kept:
                 item.add_marker(pytest.mark.slow)
+
+
+def in_the_gate(cases: Sequence[Mapping[str, Any]], every: int = 1) -> set[int]:
+    """The numbers of the cases of one test that are not slow."""
+    return set([*cover(cases)][::every])
 
 
 def cover(cases: Sequence[Mapping[str, Any]]) -> Iterator[int]:

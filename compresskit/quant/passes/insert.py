@@ -67,13 +67,16 @@ def insert_quantizers_(
         _insert_weight(body, nodes[name], target.operators[placement.integer[name]].axis, _with_widths(target, widths), weights)
     lookups = [nodes[name] for name in placement.lookups]
     for stored in dict.fromkeys(str(parameter_name(lookup.args[0])) for lookup in lookups):
+        if stored not in weights:
+            scheme, rows = replace(target.weights, bits=8), len(get_tensor(body, stored))  # fewer are for products
+            weights[stored] = add_quantizer_(body, stored_name(stored), WeightQuantizer(scheme, 0, rows))
         _look_up_rounded_(body, [n for n in lookups if parameter_name(n.args[0]) == stored], weights[stored])
     body.graph.lint()
     body.recompile()
 
 
 def _look_up_rounded_(body: fx.GraphModule, lookups: list[Node], quantizer: str) -> None:
-    """Let lookups read the rounded rows of a table that is a layer's weight, too, which is rounded once for them and the layers.
+    """Let lookups read rounded rows of one table, which is rounded once for them, and for the layers whose weight it is, too.
 
     quantizer: its name.
     """

@@ -16,10 +16,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from compresskit.base.errors import SettingError
 from compresskit.base.settings import stands_in
+from compresskit.export.ops.blocks import LEAST_SHARED
 from compresskit.graph.capture import module_path, parameter_name
 from compresskit.graph.interpreter import read_count
 from compresskit.graph.normalize import Node, aten
@@ -66,7 +68,7 @@ class Placement:
     carried: operators that only move integers, node name -> kind.
     floating: operators that stay float, node name -> reason.
     points: the values that are quantized.
-    lookups: those of rows that read a layer's rounded weight, which is their table, node name -> node name of the layer.
+    lookups: those of rows that read a rounded table, node name -> node name of the layer whose weight the table is, or "".
     layers: node name -> dotted path of the module that it is in.
     costs: parameters and MACs of each layer, by node name.
     """
@@ -189,15 +191,16 @@ class _Placer:
         named = {node.name: module_path(node) for node in (*self.integer, *self.floating)}
         lookups = self._lookups_of_integers(bits)
         for lookup, layer in lookups.items():
-            where = module_path(layer) or layer.name
-            self.floating[lookup] = f"its table is the weight of {where}: it decodes rows of those integers"
+            where = "" if layer is None else module_path(layer) or layer.name
+            whose = f"its table is the weight of {where}: it decodes rows of those integers"
+            self.floating[lookup] = whose if where else "it decodes rows of its table's integers"
         return Placement(
             target=self.target.name,
             integer={n.name: kind for n, kind in self.integer.items()},
             carried={n.name: kind for n, kind in self.carried.items()},
             floating={n.name: reason for n, reason in self.floating.items()},
             points=tuple(points),
-            lookups={lookup.name: layer.name for lookup, layer in lookups.items()},
+            lookups={lookup.name: "" if layer is None else layer.name for lookup, layer in lookups.items()},
             layers=named,
             costs=layer_costs(self.graph),
         )
@@ -273,11 +276,11 @@ class _Placer:
             return "skipped by the user"
         return self.kept[node.name] if node.name in self.kept and not self._may_saturate(node) else None
 
-    def _lookups_of_integers(self, bits: BitWidths) -> dict[Node, Node]:
-        """The lookups of rows that are to read the rounded weight of a layer, which is their table, each with that layer.
+    def _lookups_of_integers(self, bits: BitWidths) -> dict[Node, Node | None]:
+        """The lookups of rows that are to read a rounded table, each with the layer whose weight the table is, too, if any.
 
-        A file holds such a weight once if the lookup reads the integers, which ONNX Runtime can where each row has its scale.
-        Fewer bits than the target's are a choice for the layer, and too few for what the whole model reads.
+        A file holds such a table once if the lookup reads the integers, which ONNX Runtime can where each row has its scale.
+        Fewer bits than the target's are a choice for a layer, and too few for what the whole model reads.
         """
         rule, weights = self.target.operators.get("linear"), self.target.weights
         if rule is None or rule.axis != 0 or not (self.target.onnxruntime and weights.per_channel and weights.symmetric):
@@ -286,14 +289,29 @@ class _Placer:
         for node, kind in self.integer.items():
             if kind == "linear":
                 layers.setdefault(parameter_name(node.args[1]), node)  # whose quantizer the others take
-        found = {}
+        found: dict[Node, Node | None] = {}
         for node in self.graph.nodes:
-            layer = layers.get(parameter_name(node.args[0])) if node.target is aten.embedding.default else None
-            if layer is None or self._chosen(node) is not None:
+            if node.target is not aten.embedding.default or self._chosen(node) is not None:
                 continue
-            if (bits_of_layer(bits, module_path(layer)).weights or weights.bits) >= weights.bits:
+            layer = layers.get(parameter_name(node.args[0]))
+            if layer is None:
+                if self._is_only_looked_up(node.args[0]):
+                    found[node] = None
+            elif (bits_of_layer(bits, module_path(layer)).weights or weights.bits) >= weights.bits:
                 found[node] = layer
         return found
+
+    def _is_only_looked_up(self, table: Node) -> bool:
+        """Whether a table is stored in fp32, takes less in integers with a scale for each row, and nothing but lookups that may
+        read these read it.
+        """
+        name, values = parameter_name(table), table.meta.get("val")
+        if name is None or values is None or values.dtype != torch.float32:
+            return False
+        readers = [user for node in self.graph.nodes if parameter_name(node) == name for user in node.users]
+        lookups = all(user.target is aten.embedding.default and user.args[0].target == name for user in readers)
+        less = 3 * values.numel() - 4 * len(values)
+        return lookups and less >= LEAST_SHARED and all(self._chosen(user) is None for user in readers)
 
     def _may_saturate(self, node: Node) -> bool:
         """Whether a hardsigmoid is to be clipped by its own rounding, and the target can: its smallest integer must stand for 0,

@@ -81,6 +81,7 @@ def stored(model: nn.Module, x: torch.Tensor, folder: Path, **how: Any) -> set[t
 X = torch.randn(3, 3, 48, 40, generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize(
     ("channels", "padded", "act"),
     [
@@ -150,6 +151,7 @@ def test_weights_that_others_share_are_widened_for_one_alone(tmp_path) -> None:
     assert {(32, 16, 1, 1), (24, 16, 1, 1)} <= shapes
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize(
     "model",
     [

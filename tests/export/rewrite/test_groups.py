@@ -27,6 +27,7 @@ def groups_of(path: Path) -> list[int]:
     return [attribute.i for node in convs[1:2] for attribute in node.attribute if attribute.name == "group"]
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize(
     ("channels", "outputs", "groups", "joined"),
     [

@@ -22,6 +22,7 @@ class Composed(nn.Module):
         return self.code(self.layer(x), x)
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize(
     "code",
     [

@@ -49,6 +49,7 @@ class Area(nn.Module):
         return F.interpolate(x * 2, size=(4, 5), mode="area")
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize(
     ("model", "shapes", "dynamic"),
     [

@@ -23,6 +23,7 @@ class Filter(nn.Module):
         return self.code(self.layer(x))
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize(
     "code",
     [

@@ -16,6 +16,7 @@ from compresskit.measure import session
 SIZES = [(4, 12, 6), (1, 13, 6), (7, 15, 6), (1, 5, 6), (7, 14, 6)]
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize(
     "code",
     [
@@ -36,6 +37,7 @@ def test_parts(code, tmp_path: Path) -> None:
     check(code, tmp_path)
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize(
     "code",
     [

@@ -24,6 +24,7 @@ class Squeezed(nn.Module):
         return self.squeeze(self.first(x), self.last)
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.filterwarnings("ignore:.*no size that varies is 1")
 @pytest.mark.parametrize(
     "squeeze",

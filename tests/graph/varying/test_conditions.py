@@ -104,6 +104,7 @@ def kind(module: nn.Module) -> nn.Module:
     return module
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize(
     ("model", "example", "dynamic", "where"),
     [

@@ -60,7 +60,7 @@ def go(run, steps, bad=()):
         run.step()
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(every=2)
 @compiles
 @pytest.mark.parametrize(("policy", "name"), CASES, ids=lambda v: getattr(v, "name", v))
 def test_compiled_agrees_with_foreach(policy, name, way, monkeypatch) -> None:

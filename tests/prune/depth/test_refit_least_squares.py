@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from networks import build
 from torch import Tensor, nn
 
-from compresskit.prune.depth import plan_blocks, refit_stream, refit_stream_
+from compresskit.prune.depth import costs, plan_blocks, refit_stream, refit_stream_
 
 
 class Branch(nn.Module):
@@ -38,7 +38,7 @@ BATCHES = [torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(k)) +
 
 
 def refitted(dense: nn.Module, *paths: str, batches=BATCHES) -> tuple[nn.Module, dict[str, float]]:
-    plan = plan_blocks(dense, batches[0], blocks=paths)
+    plan = plan_blocks(dense, batches[0], blocks=paths, cost=costs.parameters)
     small = plan.apply_(copy.deepcopy(dense))
     return small, refit_stream_(small, dense, plan.paths, batches)
 

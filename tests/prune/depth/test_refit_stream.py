@@ -15,10 +15,12 @@ from torch import nn
 
 import compresskit as ck
 from compresskit.base.errors import DataError, ModelError
-from compresskit.prune.depth import Depth, depth_stage, importance, plan_blocks, refit_stream, refit_stream_
+from compresskit.prune.depth import Depth, costs, depth_stage, importance, plan_blocks, refit_stream, refit_stream_
 from compresskit.prune.depth.find_blocks import find_blocks
 from compresskit.prune.depth.stream_layers import cut_graph
 from compresskit.train.batchnorm import reestimate_batchnorm_
+
+UNTIMED = {"cost": costs.parameters}  # no file is made of a block
 
 
 def data(count=512, seed=0):
@@ -30,7 +32,7 @@ def data(count=512, seed=0):
 
 def cut(model, *paths):
     """The model without these blocks, the names of all that are gone, and BatchNorm as it was."""
-    plan = plan_blocks(model, image(2), blocks=paths)
+    plan = plan_blocks(model, image(2), blocks=paths, **UNTIMED)
     return plan.apply_(copy.deepcopy(model)), plan.paths
 
 
@@ -188,7 +190,7 @@ def test_nothing_is_changed_where_outputs_come_no_nearer(caplog) -> None:
 
 def test_an_encoder_that_two_inputs_go_through_is_fitted_on_both() -> None:
     dense, pairs = normal(build(Pair)), [(x, -x.flip(0)) for (x,) in data()]
-    plan = plan_blocks(dense, pairs[0], blocks=("encoder.layer1.1",))
+    plan = plan_blocks(dense, pairs[0], blocks=("encoder.layer1.1",), **UNTIMED)
     small = plan.apply_(copy.deepcopy(dense))
     alone = copy.deepcopy(small)
     reestimate_batchnorm_(alone, pairs)
@@ -260,7 +262,7 @@ def test_sequences_of_other_lengths_and_a_short_last_batch_are_no_error() -> Non
     batches = [(torch.randint(20, (rows, length), generator=generator),) for rows, length in [(64, 9)] * 6 + [(64, 5), (3, 9)]]
     torch.manual_seed(0)
     dense = Words().eval()
-    plan = plan_blocks(dense, batches[0], blocks=("body.layers.1",))
+    plan = plan_blocks(dense, batches[0], blocks=("body.layers.1",), **UNTIMED)
     small = plan.apply_(copy.deepcopy(dense))
     with torch.no_grad():
         wanted, before = dense(*batches[0]), small(*batches[0])
@@ -281,7 +283,7 @@ def test_the_stage_fits_unless_it_is_told_not_to(make) -> None:
     dense, task = normal(build(make)), images_task(ck, samples=64, classes=4)
     task = replace(task, calibration=[(x, torch.zeros(len(x))) for (x,) in data()])
     blocks = tuple(path for path in find_blocks(dense, image(2)).removable if path.count(".") == 1)[1:2]
-    stage = Depth(blocks=blocks, importance=importance.influence, samples=32)
+    stage = Depth(blocks=blocks, importance=importance.influence, samples=32, **UNTIMED)
     fitted, alone = (replace(stage, reconstruct=on)(copy.deepcopy(dense), task) for on in (True, False))
     assert error(fitted, dense) < 0.8 * error(alone, dense)
     names = {n for n, value in alone.named_parameters() if not torch.equal(value, fitted.get_parameter(n))}
@@ -294,7 +296,7 @@ def test_the_stage_fits_on_as_many_samples_as_its_docstring_says(repair, read, m
     seen = []
     monkeypatch.setattr(depth_stage, "refit_stream_", lambda *args: seen.extend(len(x) for (x,) in args[-1]))
     task = replace(images_task(ck, samples=64, classes=4), calibration=[(x, torch.zeros(len(x))) for (x,) in data(3200)])
-    stage = Depth(blocks=("layer1.1",), importance=importance.influence, samples=32, repair=repair)
+    stage = Depth(blocks=("layer1.1",), importance=importance.influence, samples=32, **UNTIMED, repair=repair)
     stage(normal(build(ResNet)), task)
     assert sum(seen) == read
 
@@ -351,7 +353,7 @@ class Siamese(nn.Module):
 def test_where_no_layer_can_be_fitted_no_statistics_change(shared) -> None:
     dense = build(Siamese if shared else Depthwise).eval()
     batches = [(x, x.flip(0)) if shared else (x,) for (x,) in data(128)]
-    plan = plan_blocks(dense, batches[0], blocks=("encoder.branches.1" if shared else "branches.1",))
+    plan = plan_blocks(dense, batches[0], blocks=("encoder.branches.1" if shared else "branches.1",), **UNTIMED)
     small = plan.apply_(copy.deepcopy(dense))
     before = copy.deepcopy(small.state_dict())
     assert refit_stream_(small, dense, plan.paths, batches) == {}

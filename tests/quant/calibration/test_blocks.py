@@ -87,6 +87,7 @@ def assert_divides(quantized: Quantized, blocks: list[GraphBlock]) -> None:
     assert sum(layers(blocks)) == len(quantized.rounded_weights())
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize("kind", [*some(networks.NETWORKS), Detector, UNet], ids=lambda kind: kind.__name__)
 def test_blocks_divide_the_graph(kind) -> None:
     quantized = quantized_of(build(kind))

@@ -120,6 +120,7 @@ def test_a_linear_layer_equals_integers_in_numpy(tmp_path) -> None:
     np.testing.assert_allclose(executed(file, (x,), optimize=False)[0], wanted, atol=2e-6)
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize("grid", GRIDS)
 def test_file_equals_simulation(grid, tmp_path) -> None:
     model = Mlp().eval()

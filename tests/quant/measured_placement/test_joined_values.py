@@ -67,6 +67,7 @@ def kept_apart(quantized) -> list[str]:
 FORMS = [{}, {"last": True}, {"direct": True}, {"scales": 3}, {"masked": True}, {"masked": True, "direct": True, "last": True}]
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize("settings", FORMS, ids=str)
 def test_scores_beside_boxes_in_pixels_are_kept(settings, tmp_path) -> None:
     model = made(**settings)

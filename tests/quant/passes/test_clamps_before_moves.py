@@ -48,6 +48,7 @@ def spread(x):
     return F.pixel_shuffle(x, 2)
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize(
     ("move", "clamp", "dynamic"),
     [

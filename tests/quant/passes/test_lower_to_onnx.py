@@ -15,9 +15,7 @@ from networks import NETWORKS, build, image
 from torch import nn
 
 import compresskit as ck
-from compresskit.quant import prepare_qat, quantize_static
-from compresskit.quant.numerics.bit_widths import Bits
-from compresskit.quant.numerics.targets import X86_NO_VNNI
+from compresskit.quant import quantize_static
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +33,7 @@ def exported(tmp_path_factory):
     return make
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize("kind", some(NETWORKS), ids=lambda k: k.__name__)
 def test_the_exported_file_computes_what_is_simulated(kind, exported) -> None:
     model, quantized, path = exported(kind)
@@ -125,96 +124,3 @@ def test_channels_without_weights_keep_their_bias(tmp_path) -> None:
     quantized = quantize_static(model, [image(16)])
     path = ck.export_onnx(quantized, tmp_path / "q.onnx", image(2))
     assert ck.verify_onnx(path, quantized, [image(32)]).passed
-
-
-class Tied(nn.Module):
-    """Ids (N, T) to a score of each word, by the table that they are looked up in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.head = nn.Embedding(300, 32), nn.Linear(32, 300, bias=False)
-        self.head.weight = self.words.weight
-
-    def forward(self, ids):
-        return self.head(torch.tanh(self.words(ids)))
-
-
-@pytest.mark.parametrize("trained", [False, True], ids=["static", "trained"])
-def test_a_tied_table_is_stored_once_in_integers(trained, tmp_path) -> None:
-    """The lookup returns rounded rows in PyTorch, too; in training, the table has the gradient of both."""
-    torch.manual_seed(0)
-    ids, other = torch.randint(300, (4, 5)), torch.randint(300, (3, 7))
-    if trained:
-        quantized = prepare_qat(Tied(), [ids], dynamic=(0, 1)).train()
-        quantized(ids).sum().backward()
-        table = quantized.body.get_parameter("head.weight")
-        assert bool(table.grad.any(1).all())
-        quantized.convert_()
-        quantized.eval()
-    else:
-        quantized = quantize_static(Tied().eval(), [ids], dynamic=(0, 1))
-    assert "its table is the weight of head" in str(quantized.placement)
-    path = ck.export_onnx(quantized, tmp_path / "q.onnx", ids)
-    tables = [t for t in onnx.load(path).graph.initializer if np.prod(t.dims) >= 300 * 32]
-    assert [(t.data_type, list(t.dims)) for t in tables] == [(onnx.TensorProto.INT8, [300, 32])]
-    assert ck.verify_onnx(path, quantized, [(other,)]).passed
-
-
-def lookup_and_layer(quantized):
-    found = {node.target: node for node in quantized.body.graph.nodes}
-    return found[torch.ops.aten.embedding.default], found[torch.ops.aten.linear.default]
-
-
-def test_a_lookup_reads_no_weight_of_few_bits() -> None:
-    ids = torch.randint(300, (4, 5))
-    quantized = quantize_static(Tied().eval(), [ids], bits={"": Bits(weights=4)})
-    lookup = next(node for node in quantized.body.graph.nodes if node.target is torch.ops.aten.embedding.default)
-    assert lookup.args[0].op == "get_attr"
-    assert "decodes rows" not in str(quantized.placement)
-
-
-def test_a_lookup_reads_a_weight_of_the_bits_of_the_target(tmp_path) -> None:
-    ids = torch.randint(300, (4, 5))
-    quantized = quantize_static(Tied().eval(), [ids], target=X86_NO_VNNI, dynamic=(0, 1))
-    assert lookup_and_layer(quantized)[0].args[0].op == "call_module"
-    path = ck.export_onnx(quantized, tmp_path / "q.onnx", ids)
-    assert sum(np.prod(t.dims) >= 300 * 32 for t in onnx.load(path).graph.initializer) == 1
-    assert ck.verify_onnx(path, quantized, [(ids,)]).passed
-
-
-@pytest.mark.parametrize("skip", ["words", "embedding"])
-def test_a_lookup_that_the_user_skips_stays_float(skip, tmp_path) -> None:
-    """By its module or by its value: the layer runs in integers all the same."""
-    ids = torch.randint(300, (4, 5))
-    quantized = quantize_static(Tied().eval(), [ids], skip=(skip,))
-    lookup, layer = lookup_and_layer(quantized)
-    assert lookup.args[0].op == "get_attr"
-    assert layer.args[1].op == "call_module"
-    assert quantized.placement.floating["embedding"] == "skipped by the user"
-    path = ck.export_onnx(quantized, tmp_path / "q.onnx", ids)
-    kinds = {t.data_type for t in onnx.load(path).graph.initializer if np.prod(t.dims) >= 300 * 32}
-    assert kinds == {onnx.TensorProto.INT8, onnx.TensorProto.FLOAT}
-    assert ck.verify_onnx(path, quantized, [(ids,)]).passed
-
-
-class TiedTwice(Tied):
-    """The layer stands before the second lookup, and twice."""
-
-    def forward(self, ids):
-        first = self.head(torch.tanh(self.words(ids)))
-        return self.head(torch.sigmoid(self.words(first.argmax(-1))))
-
-
-def test_a_tied_table_is_rounded_once_in_a_run(tmp_path) -> None:
-    torch.manual_seed(0)
-    ids = torch.randint(300, (4, 5))
-    for model in (Tied(), TiedTwice()):
-        quantized, calls = quantize_static(model.eval(), [ids], dynamic=(0, 1)), []
-        lookup, layer = lookup_and_layer(quantized)
-        assert lookup.args[0] is layer.args[1]
-        handle = quantized.body.get_submodule(layer.args[1].target).register_forward_hook(lambda *_, calls=calls: calls.append(1))
-        quantized(ids)
-        handle.remove()
-        assert len(calls) == 1
-        path = ck.export_onnx(quantized, tmp_path / "q.onnx", ids)
-        assert ck.verify_onnx(path, quantized, [(ids,)]).passed

@@ -36,6 +36,7 @@ def model() -> Decoder:
     return model
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize(
     "up",
     [

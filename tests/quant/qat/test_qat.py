@@ -361,6 +361,7 @@ def test_zeros_stay_zeros(optimizer, policy) -> None:
         assert not torch.equal(weight, model.get_parameter(name))
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.filterwarnings("ignore:fp16 on a CPU", "ignore:PURE_BF16 has no masters")  # what they say is not what is tested
 @pytest.mark.parametrize(
     "policy",
@@ -469,6 +470,7 @@ def test_every_setting_changes_the_result() -> None:
         assert not torch.equal(usual, outcome(**settings)), settings
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize("kind", NETWORKS, ids=lambda k: k.__name__)
 def test_every_network_trains_and_converts(kind) -> None:
     alive = prepare_qat(build(kind), [image(16)])

@@ -69,7 +69,7 @@ CASES = [
 ]
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize(("scheme", "storage"), CASES, ids=str)
 def test_files_compute_what_the_model_does(scheme, storage, tmp_path) -> None:
     model = Reader().eval()

@@ -167,6 +167,7 @@ def planned(kind: str) -> tuple[nn.Module, JointPlan]:
     return model, choose_channels_and_bits(model, batches, size, widths=(2, 4, 8), ratios=(0.5,), check=False)
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize("kind", MODELS)
 def test_weights_of_any_name_are_chosen_and_the_plan_applies(kind: str, tmp_path: Path) -> None:
     model, plan = planned(kind)

@@ -1,0 +1,227 @@
+"""Lookups of rows: in tables that are a layer's weight, too, and in tables of their own, stored in integers."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import nn
+
+import compresskit as ck
+from compresskit.quant import prepare_qat, quantize_static
+from compresskit.quant.numerics.bit_widths import Bits
+from compresskit.quant.numerics.targets import TENSORRT, X86_NO_VNNI
+from compresskit.quant.serialize import rebuild, record
+
+
+class Tied(nn.Module):
+    """Ids (N, T) to a score of each word, by the table that they are looked up in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(300, 32), nn.Linear(32, 300, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids):
+        return self.head(torch.tanh(self.words(ids)))
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["static", "trained"])
+def test_a_tied_table_is_stored_once_in_integers(trained, tmp_path) -> None:
+    """The lookup returns rounded rows in PyTorch, too; in training, the table has the gradient of both."""
+    torch.manual_seed(0)
+    ids, other = torch.randint(300, (4, 5)), torch.randint(300, (3, 7))
+    if trained:
+        quantized = prepare_qat(Tied(), [ids], dynamic=(0, 1)).train()
+        quantized(ids).sum().backward()
+        table = quantized.body.get_parameter("head.weight")
+        assert bool(table.grad.any(1).all())
+        quantized.convert_()
+        quantized.eval()
+    else:
+        quantized = quantize_static(Tied().eval(), [ids], dynamic=(0, 1))
+    assert "its table is the weight of head" in str(quantized.placement)
+    path = ck.export_onnx(quantized, tmp_path / "q.onnx", ids)
+    tables = [t for t in onnx.load(path).graph.initializer if np.prod(t.dims) >= 300 * 32]
+    assert [(t.data_type, list(t.dims)) for t in tables] == [(onnx.TensorProto.INT8, [300, 32])]
+    assert ck.verify_onnx(path, quantized, [(other,)]).passed
+
+
+def lookup_and_layer(quantized):
+    found = {node.target: node for node in quantized.body.graph.nodes}
+    return found[torch.ops.aten.embedding.default], found[torch.ops.aten.linear.default]
+
+
+def test_a_lookup_reads_no_weight_of_few_bits() -> None:
+    ids = torch.randint(300, (4, 5))
+    quantized = quantize_static(Tied().eval(), [ids], bits={"": Bits(weights=4)})
+    lookup = next(node for node in quantized.body.graph.nodes if node.target is torch.ops.aten.embedding.default)
+    assert lookup.args[0].op == "get_attr"
+    assert "decodes rows" not in str(quantized.placement)
+
+
+def test_a_lookup_reads_a_weight_of_the_bits_of_the_target(tmp_path) -> None:
+    ids = torch.randint(300, (4, 5))
+    quantized = quantize_static(Tied().eval(), [ids], target=X86_NO_VNNI, dynamic=(0, 1))
+    assert lookup_and_layer(quantized)[0].args[0].op == "call_module"
+    path = ck.export_onnx(quantized, tmp_path / "q.onnx", ids)
+    assert sum(np.prod(t.dims) >= 300 * 32 for t in onnx.load(path).graph.initializer) == 1
+    assert ck.verify_onnx(path, quantized, [(ids,)]).passed
+
+
+@pytest.mark.parametrize("skip", ["words", "embedding"])
+def test_a_lookup_that_the_user_skips_stays_float(skip, tmp_path) -> None:
+    """By its module or by its value: the layer runs in integers all the same."""
+    ids = torch.randint(300, (4, 5))
+    quantized = quantize_static(Tied().eval(), [ids], skip=(skip,))
+    lookup, layer = lookup_and_layer(quantized)
+    assert lookup.args[0].op == "get_attr"
+    assert layer.args[1].op == "call_module"
+    assert quantized.placement.floating["embedding"] == "skipped by the user"
+    path = ck.export_onnx(quantized, tmp_path / "q.onnx", ids)
+    kinds = {t.data_type for t in onnx.load(path).graph.initializer if np.prod(t.dims) >= 300 * 32}
+    assert kinds == {onnx.TensorProto.INT8, onnx.TensorProto.FLOAT}
+    assert ck.verify_onnx(path, quantized, [(ids,)]).passed
+
+
+class TiedTwice(Tied):
+    """The layer stands before the second lookup, and twice."""
+
+    def forward(self, ids):
+        first = self.head(torch.tanh(self.words(ids)))
+        return self.head(torch.sigmoid(self.words(first.argmax(-1))))
+
+
+def test_a_tied_table_is_rounded_once_in_a_run(tmp_path) -> None:
+    torch.manual_seed(0)
+    ids = torch.randint(300, (4, 5))
+    for model in (Tied(), TiedTwice()):
+        quantized, calls = quantize_static(model.eval(), [ids], dynamic=(0, 1)), []
+        lookup, layer = lookup_and_layer(quantized)
+        assert lookup.args[0] is layer.args[1]
+        handle = quantized.body.get_submodule(layer.args[1].target).register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        quantized(ids)
+        handle.remove()
+        assert len(calls) == 1
+        path = ck.export_onnx(quantized, tmp_path / "q.onnx", ids)
+        assert ck.verify_onnx(path, quantized, [(ids,)]).passed
+
+
+class Words(nn.Module):
+    """Ids (N, T) to four numbers, by a table of words and one of positions."""
+
+    def __init__(self, words: int = 300, width: int = 32) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(words, width, padding_idx=0), nn.Embedding(8, width)
+        self.conv, self.head = nn.Conv1d(width, 16, 3, padding=1), nn.Linear(16, 4)
+
+    def embedded(self, ids):
+        return self.words(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+
+    def forward(self, ids):
+        return self.head(torch.relu(self.conv(self.embedded(ids).transpose(1, 2))).mean(2))
+
+
+def stored_tables(path, values: int = 300 * 32):
+    return [(t.data_type, list(t.dims)) for t in onnx.load(path).graph.initializer if np.prod(t.dims) >= values]
+
+
+def word_lookup(quantized):
+    return next(node for node in quantized.body.graph.nodes if node.name == "embedding")
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["static", "trained"])
+def test_a_table_that_is_only_looked_up_is_stored_in_integers(trained, tmp_path) -> None:
+    """The table of positions is too small to gain by it. In training, rows that were looked up get a gradient, padding none."""
+    torch.manual_seed(0)
+    ids, other = torch.randint(1, 300, (4, 8)), torch.randint(300, (3, 8))
+    ids[:, -1] = 0
+    if trained:
+        quantized = prepare_qat(Words(), [ids]).train()
+        quantized(ids).sum().backward()
+        changed = quantized.body.get_parameter("words.weight").grad.any(1)
+        assert changed.nonzero().flatten().tolist() == sorted(set(ids.flatten().tolist()) - {0})
+        quantized.convert_()
+        quantized.eval()
+    else:
+        quantized = quantize_static(Words().eval(), [ids])
+    reasons = quantized.placement.floating
+    assert reasons["embedding"] == "it decodes rows of its table's integers"
+    assert reasons["embedding_1"].startswith("no rule for")
+    path = ck.export_onnx(quantized, tmp_path / "q.onnx", ids)
+    assert stored_tables(path) == [(onnx.TensorProto.INT8, [300, 32])]
+    assert ck.verify_onnx(path, quantized, [(other,)]).passed
+
+
+def test_rows_have_scales_of_their_own() -> None:
+    """One row that is a thousand times larger costs the others nothing."""
+    torch.manual_seed(0)
+    model = Words().eval()
+    with torch.no_grad():
+        model.words.weight[7] *= 1000
+    quantized = quantize_static(model, [torch.randint(8, 300, (4, 8))])
+    lookup = word_lookup(quantized)
+    rows = quantized.body.get_submodule(lookup.args[0].target)(model.words.weight.detach())[8:]
+    exact = model.words.weight.detach()[8:]
+    assert (rows - exact).square().sum() < 1e-4 * exact.square().sum()
+    assert not torch.equal(rows, exact)
+
+
+class WordsAndMean(Words):
+    """The table is read by something else, too."""
+
+    def embedded(self, ids):
+        return super().embedded(ids) - self.words.weight.mean(0)
+
+
+class HalfAsked(Words):
+    """A second module of the same table, which a user may name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.Embedding(300, 32)
+        self.again.weight = self.words.weight
+
+    def embedded(self, ids):
+        return super().embedded(ids) + self.again(ids.flip(1))
+
+
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        (Words, {"skip": ("words",)}),
+        (Words, {"skip": ("embedding",)}),
+        (Words, {"target": TENSORRT}),
+        (WordsAndMean, {}),
+        (HalfAsked, {"skip": ("again",)}),
+        (lambda: Words(300, 1), {}),
+    ],
+    ids=["module", "value", "runtime", "read by others", "one lookup of two", "a column"],
+)
+def test_tables_that_stay_float(model, settings) -> None:
+    torch.manual_seed(0)
+    quantized = quantize_static(model().eval(), [torch.randint(300, (4, 8))], **settings)
+    assert word_lookup(quantized).args[0].op == "get_attr"
+
+
+@pytest.mark.parametrize("settings", [{"bits": {"": Bits(weights=4)}}, {"target": X86_NO_VNNI}], ids=["layers", "no VNNI"])
+def test_bits_of_layers_are_none_of_tables(settings, tmp_path) -> None:
+    """A table has eight: fewer are a choice for layers, or keep products from overflowing."""
+    ids = torch.randint(300, (4, 8))
+    quantized = quantize_static(Words().eval(), [ids], **settings)
+    assert quantized.body.get_submodule(word_lookup(quantized).args[0].target).scheme.bits == 8
+    path = ck.export_onnx(quantized, tmp_path / "q.onnx", ids)
+    assert ck.verify_onnx(path, quantized, [(ids,)]).passed
+
+
+def test_a_record_of_before_tables_were_rounded_is_read() -> None:
+    torch.manual_seed(0)
+    ids, model = torch.randint(300, (4, 8)), Words().eval()
+    quantized = quantize_static(model, [ids])
+    saved = json.loads(json.dumps(record(quantized)))
+    assert word_lookup(rebuild(Words(), saved)).args[0].op == "call_module"
+    saved["placement"]["floating"]["embedding"] = "no rule for aten.embedding.default"
+    assert word_lookup(rebuild(Words(), saved)).args[0].op == "get_attr"
