@@ -36,7 +36,8 @@ from compresskit.train import lr
 from compresskit.train.train import Train, fit_
 
 if TYPE_CHECKING:
-    from compresskit.search import at_most, compress
+    from compresskit.search.ceilings import at_most
+    from compresskit.search.compress import compress
 
 __all__ = [
     "QAT",
