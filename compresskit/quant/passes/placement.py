@@ -32,6 +32,7 @@ from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.coverage import Coverage, LayerCost, coverage_of, layer_costs
 
 MOST_BENT = 20_000  # weights of a convolution that is given twice or thrice the filters, for the size of the file
+LEAST_SAVED = 0.02  # of the bytes of all weights, by a table of rows that are looked up in integers
 SLOPES_DIFFER = "its slopes differ between channels"
 JOINED = "it joins values of very different ranges"  # how the reason of a concatenation begins that `floating` leaves float
 UNANCHORED = "its bounds are no integers of its input"  # how that of a hardsigmoid begins whose own rounding clips it instead
@@ -302,16 +303,18 @@ class _Placer:
         return found
 
     def _is_only_looked_up(self, table: Node) -> bool:
-        """Whether a table is stored in fp32, takes less in integers with a scale for each row, and nothing but lookups that may
-        read these read it.
+        """Whether a table is stored in fp32, is worth it in integers with a scale for each row, and nothing but lookups that may
+        read these read it. To decode rows takes three small operators, which the tables of positions of most networks are not.
         """
         name, values = parameter_name(table), table.meta.get("val")
         if name is None or values is None or values.dtype != torch.float32:
             return False
         readers = [user for node in self.graph.nodes if parameter_name(node) == name for user in node.users]
-        lookups = all(user.target is aten.embedding.default and user.args[0].target == name for user in readers)
-        less = 3 * values.numel() - 4 * len(values)
-        return lookups and less >= LEAST_SHARED and all(self._chosen(user) is None for user in readers)
+        if any(user.target is not aten.embedding.default or user.args[0].target != name for user in readers):
+            return False
+        stored = {node.target: node.meta["val"] for node in self.graph.nodes if node.op == "get_attr" and "val" in node.meta}
+        least = max(LEAST_SHARED, LEAST_SAVED * sum(value.nbytes for value in stored.values()))
+        return 3 * values.numel() - 4 * len(values) >= least and all(self._chosen(user) is None for user in readers)
 
     def _may_saturate(self, node: Node) -> bool:
         """Whether a hardsigmoid is to be clipped by its own rounding, and the target can: its smallest integer must stand for 0,

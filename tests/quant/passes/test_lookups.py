@@ -198,8 +198,9 @@ class HalfAsked(Words):
         (WordsAndMean, {}),
         (HalfAsked, {"skip": ("again",)}),
         (lambda: Words(300, 1), {}),
+        (lambda: nn.Sequential(Words(300, 4), nn.Linear(4, 20000), nn.ReLU(), nn.Linear(20000, 4)), {}),
     ],
-    ids=["module", "value", "runtime", "read by others", "one lookup of two", "a column"],
+    ids=["module", "value", "runtime", "read by others", "one lookup of two", "a column", "little of the weights"],
 )
 def test_tables_that_stay_float(model, settings) -> None:
     torch.manual_seed(0)
