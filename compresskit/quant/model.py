@@ -33,6 +33,7 @@ from compresskit.quant.numerics.observers import KnownRange, MovingAverage, Obse
 from compresskit.quant.numerics.quantizers import ActivationQuantizer, BiasQuantizer, Quantizer, WeightQuantizer
 from compresskit.quant.numerics.scheme import LEARNED_DOWN_TO
 from compresskit.quant.numerics.targets import Target
+from compresskit.quant.passes.insert import stored_roundings
 from compresskit.quant.passes.lower_to_onnx import deploy
 from compresskit.quant.passes.placement import Placement
 from compresskit.quant.passes.prepare_graph import Origin
@@ -377,11 +378,10 @@ class Quantized(QuantizedModule):
         The zeros that are stored are then those of the masks, no more and no fewer.
         """
         masks = masks_of(self.body)
-        for node in self.body.graph.nodes if masks is not None else ():
-            rounding = self.body.get_submodule(node.target) if node.op == "call_module" else None
-            if isinstance(rounding, WeightQuantizer) and masks is not None and str(node.args[0].target) in masks.masks:
+        for rounding, name in stored_roundings(self.body):
+            if masks is not None and name in masks.masks:
                 with torch.no_grad():
-                    rounding.keep_nonzero_(get_tensor(self.body, node.args[0].target), masks.masks[str(node.args[0].target)])
+                    rounding.keep_nonzero_(get_tensor(self.body, name), masks.masks[name])
 
     def rounded_weights(self) -> list[tuple[WeightQuantizer, Tensor]]:
         """Weight quantizers and the tensors that they round, each once."""

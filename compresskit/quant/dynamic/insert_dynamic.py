@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -30,6 +29,7 @@ from compresskit.quant.numerics.quantizers import WeightQuantizer
 from compresskit.quant.numerics.saturation import PairPacking, can_overflow
 from compresskit.quant.numerics.scheme import Scheme
 from compresskit.quant.numerics.targets import X86, Target
+from compresskit.quant.passes.insert import round_rows_
 from compresskit.quant.passes.placement import Placement
 from compresskit.quant.passes.prepare_graph import Origin, prepare_graph
 from compresskit.quant.passes.quantizer_names import add_quantizer_, stored_name
@@ -159,7 +159,8 @@ def insert_dynamic_quantizers_(captured: Captured, placement: Placement, target:
     for node in [n for n, kind in kinds.items() if kind == "embedding"]:  # last: the quantizers of products read them
         product = stored.get((str(parameter_name(node.args[0])), 0))
         shared = None if product is None else body.get_submodule(product)
-        _round_rows(body, node, scheme, shared.packing if isinstance(shared, WeightQuantizer) else None)
+        packing = shared.packing if isinstance(shared, WeightQuantizer) else None  # of a product that reads the same table
+        round_rows_(body, [node], RowQuantizer(scheme, packing))
     body.graph.lint()
     body.recompile()
 
@@ -184,13 +185,3 @@ def _round_weight(
     quantizer = body.get_submodule(weights[stored, axis])
     assert isinstance(quantizer, WeightQuantizer)
     return quantizer
-
-
-def _round_rows(body: fx.GraphModule, node: Node, scheme: Scheme, packing: PairPacking | None) -> None:
-    """packing: of a product that reads the same table; None where there is none."""
-    name = add_quantizer_(body, node.name, RowQuantizer(scheme, packing))
-    with body.graph.inserting_after(node):
-        rows = body.graph.call_module(name, (node, node.args[0]))
-    rows.meta = copy.copy(node.meta)
-    for reader in [user for user in node.users if user is not rows]:
-        reader.replace_input_with(node, rows)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+import copy
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -14,7 +15,7 @@ from compresskit.graph.layers.stored import CONVS, each_dimension
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor
 from compresskit.quant.numerics.bit_widths import TARGET_BITS, Bits, BitWidths, bits_of_layer, check_bit_names, check_target_takes
-from compresskit.quant.numerics.dynamic_quantizers import DynamicActivation
+from compresskit.quant.numerics.dynamic_quantizers import DynamicActivation, RowQuantizer
 from compresskit.quant.numerics.observers import HistogramMSE, KnownRange, MinMax, Observer
 from compresskit.quant.numerics.operators import KNOWN_RANGES, moved_input, moved_inputs
 from compresskit.quant.numerics.quantizers import ActivationQuantizer, BiasQuantizer, WeightQuantizer
@@ -67,16 +68,28 @@ def insert_quantizers_(
         _insert_weight(body, nodes[name], target.operators[placement.integer[name]].axis, _with_widths(target, widths), weights)
     lookups = [nodes[name] for name in placement.lookups]
     for stored in dict.fromkeys(str(parameter_name(lookup.args[0])) for lookup in lookups):
-        if stored not in weights:
-            scheme, rows = replace(target.weights, bits=8), len(get_tensor(body, stored))  # fewer are for products
-            weights[stored] = add_quantizer_(body, stored_name(stored), WeightQuantizer(scheme, 0, rows))
-        _look_up_rounded_(body, [n for n in lookups if parameter_name(n.args[0]) == stored], weights[stored])
+        found = [lookup for lookup in lookups if parameter_name(lookup.args[0]) == stored]
+        if stored in weights:
+            _look_up_rounded_(body, found, weights[stored])
+        else:
+            round_rows_(body, found, RowQuantizer(replace(target.weights, bits=8)))  # fewer are for products
     body.graph.lint()
     body.recompile()
 
 
+def round_rows_(body: fx.GraphModule, lookups: Sequence[Node], quantizer: RowQuantizer) -> None:
+    """Round the rows that lookups in one table return."""
+    name = add_quantizer_(body, lookups[0].name, quantizer)
+    for lookup in lookups:
+        with body.graph.inserting_after(lookup):
+            rows = body.graph.call_module(name, (lookup, lookup.args[0]))
+        rows.meta = copy.copy(lookup.meta)
+        for reader in [user for user in lookup.users if user is not rows]:
+            reader.replace_input_with(lookup, rows)
+
+
 def _look_up_rounded_(body: fx.GraphModule, lookups: list[Node], quantizer: str) -> None:
-    """Let lookups read rounded rows of one table, which is rounded once for them, and for the layers whose weight it is, too.
+    """Let lookups read the rounded rows of a table that is a layer's weight, too, which is rounded once for them and the layers.
 
     quantizer: its name.
     """
@@ -224,6 +237,15 @@ def quantizer_of(body: fx.GraphModule, value: object) -> ActivationQuantizer | D
             return module
         value = moved_input(value)
     return None
+
+
+def stored_roundings(body: fx.GraphModule) -> Iterator[tuple[WeightQuantizer, str]]:
+    """Each call of a quantizer of a weight, or of rows that are looked up in one: the quantizer and the name of the weight."""
+    for node in body.graph.nodes:
+        module = body.get_submodule(str(node.target)) if node.op == "call_module" else None
+        rounding = module.table if isinstance(module, RowQuantizer) else module
+        if isinstance(rounding, WeightQuantizer):
+            yield rounding, str(node.args[-1].target)
 
 
 def _common_clamp(points: list[QuantizationPoint]) -> tuple[float, float | None] | None:

@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import free_name, get_tensor
+from compresskit.quant.numerics.dynamic_quantizers import RowQuantizer
 from compresskit.quant.numerics.quantizers import (
     ActivationQuantizer,
     BiasQuantizer,
@@ -38,8 +39,9 @@ def deploy(body: fx.GraphModule, hardsigmoids: Mapping[str, bool]) -> fx.GraphMo
     transposed: dict[str, str] = {}
     for node in [n for n in body.graph.nodes if n.target is aten.linear.default]:
         _linear_to_matmul(body, node, quantizers, transposed)
-    for node in [n for n in body.graph.nodes if n.target is aten.embedding.default and n.args[0] in quantizers]:
-        _look_up_integers(body, node, quantizers[node.args[0]])
+    stored: dict[str, str] = {}
+    for node in [n for n in body.graph.nodes if n.target is aten.embedding.default]:
+        _look_up_integers(body, node, quantizers, stored)
     for node, quantizer in quantizers.items():
         values = [get_tensor(body, a.target) for a in node.args if a.op == "get_attr"]
         if isinstance(quantizer, ActivationQuantizer):
@@ -86,17 +88,27 @@ class DeployedRows(nn.Module):
         return F.embedding(ids, self.get_buffer("integers")).float() * F.embedding(ids, self.get_buffer("scale"))
 
 
-def _look_up_integers(body: fx.GraphModule, node: Node, quantizer: nn.Module) -> None:
-    """quantizer: of the table."""
-    assert isinstance(quantizer, WeightQuantizer)
-    weight = get_tensor(body, node.args[0].args[0].target)
-    name = free_name(body, f"{node.args[0].target}_rows")
-    body.add_submodule(name, DeployedRows(quantizer.integers(weight), quantizer.qparams(weight)[0]))
+def _look_up_integers(body: fx.GraphModule, node: Node, quantizers: dict[Node, nn.Module], stored: dict[str, str]) -> None:
+    """Replace a lookup in a rounded table, or one whose rows are rounded. stored: name of each table -> of its stored form."""
+    rounding = quantizers.get(node.args[0])
+    rounded = [user for user in node.users if isinstance(quantizers.get(user), RowQuantizer)]
+    if isinstance(rounding, WeightQuantizer):
+        table, quantizer, result = node.args[0].args[0], rounding, node
+    elif rounded:
+        (result,) = rounded
+        table, quantizer = node.args[0], quantizers.pop(result).table
+    else:
+        return
+    if table.target not in stored:
+        stored[table.target] = free_name(body, f"{table.target}_rows")
+        weight = get_tensor(body, table.target)
+        body.add_submodule(stored[table.target], DeployedRows(quantizer.integers(weight), quantizer.qparams(weight)[0]))
     with body.graph.inserting_before(node):
-        rows = body.graph.call_module(name, (node.args[1],))
+        rows = body.graph.call_module(stored[table.target], (node.args[1],))
     rows.meta = dict(node.meta)
-    node.replace_all_uses_with(rows)
-    body.graph.erase_node(node)
+    result.replace_all_uses_with(rows)
+    for gone in dict.fromkeys((result, node)):
+        body.graph.erase_node(gone)
 
 
 def _linear_to_matmul(body: fx.GraphModule, node: Node, quantizers: dict[Node, nn.Module], transposed: dict[str, str]) -> None:

@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 import compresskit as ck
+from compresskit.graph.masks import Masks
 from compresskit.quant import prepare_qat, quantize_static
 from compresskit.quant.numerics.bit_widths import Bits
+from compresskit.quant.numerics.dynamic_quantizers import RowQuantizer
 from compresskit.quant.numerics.targets import TENSORRT, X86_NO_VNNI
 from compresskit.quant.serialize import rebuild, record
 
@@ -129,8 +131,11 @@ def stored_tables(path, values: int = 300 * 32):
     return [(t.data_type, list(t.dims)) for t in onnx.load(path).graph.initializer if np.prod(t.dims) >= values]
 
 
-def word_lookup(quantized):
-    return next(node for node in quantized.body.graph.nodes if node.name == "embedding")
+def table_quantizer(quantized):
+    """What rounds the rows that are looked up in the table of words, or None."""
+    lookup = next(node for node in quantized.body.graph.nodes if node.name == "embedding")
+    readers = [quantized.body.get_submodule(user.target) for user in lookup.users if user.op == "call_module"]
+    return next((module for module in readers if isinstance(module, RowQuantizer)), None)
 
 
 @pytest.mark.parametrize("trained", [False, True], ids=["static", "trained"])
@@ -163,11 +168,10 @@ def test_rows_have_scales_of_their_own() -> None:
     with torch.no_grad():
         model.words.weight[7] *= 1000
     quantized = quantize_static(model, [torch.randint(8, 300, (4, 8))])
-    lookup = word_lookup(quantized)
-    rows = quantized.body.get_submodule(lookup.args[0].target)(model.words.weight.detach())[8:]
-    exact = model.words.weight.detach()[8:]
-    assert (rows - exact).square().sum() < 1e-4 * exact.square().sum()
-    assert not torch.equal(rows, exact)
+    exact = model.words.weight.detach()
+    rows = table_quantizer(quantized)(exact[8:], exact)
+    assert (rows - exact[8:]).square().sum() < 1e-4 * exact[8:].square().sum()
+    assert not torch.equal(rows, exact[8:])
 
 
 class WordsAndMean(Words):
@@ -205,7 +209,7 @@ class HalfAsked(Words):
 def test_tables_that_stay_float(model, settings) -> None:
     torch.manual_seed(0)
     quantized = quantize_static(model().eval(), [torch.randint(300, (4, 8))], **settings)
-    assert word_lookup(quantized).args[0].op == "get_attr"
+    assert table_quantizer(quantized) is None
 
 
 @pytest.mark.parametrize("settings", [{"bits": {"": Bits(weights=4)}}, {"target": X86_NO_VNNI}], ids=["layers", "no VNNI"])
@@ -213,7 +217,7 @@ def test_bits_of_layers_are_none_of_tables(settings, tmp_path) -> None:
     """A table has eight: fewer are a choice for layers, or keep products from overflowing."""
     ids = torch.randint(300, (4, 8))
     quantized = quantize_static(Words().eval(), [ids], **settings)
-    assert quantized.body.get_submodule(word_lookup(quantized).args[0].target).scheme.bits == 8
+    assert table_quantizer(quantized).table.scheme.bits == 8
     path = ck.export_onnx(quantized, tmp_path / "q.onnx", ids)
     assert ck.verify_onnx(path, quantized, [(ids,)]).passed
 
@@ -223,6 +227,37 @@ def test_a_record_of_before_tables_were_rounded_is_read() -> None:
     ids, model = torch.randint(300, (4, 8)), Words().eval()
     quantized = quantize_static(model, [ids])
     saved = json.loads(json.dumps(record(quantized)))
-    assert word_lookup(rebuild(Words(), saved)).args[0].op == "call_module"
+    assert table_quantizer(rebuild(Words(), saved)) is not None
     saved["placement"]["floating"]["embedding"] = "no rule for aten.embedding.default"
-    assert word_lookup(rebuild(Words(), saved)).args[0].op == "get_attr"
+    assert table_quantizer(rebuild(Words(), saved)) is None
+
+
+def test_a_table_that_two_lookups_read_is_stored_once(tmp_path) -> None:
+    torch.manual_seed(0)
+    ids = torch.randint(300, (4, 8))
+    quantized = quantize_static(HalfAsked().eval(), [ids])
+    path = ck.export_onnx(quantized, tmp_path / "q.onnx", ids)
+    assert stored_tables(path) == [(onnx.TensorProto.INT8, [300, 32])]
+    assert ck.verify_onnx(path, quantized, [(ids,)]).passed
+
+
+def test_no_more_of_a_masked_table_is_zero_than_the_mask_says(tmp_path) -> None:
+    torch.manual_seed(0)
+    ids, model = torch.randint(300, (4, 8)), Words().eval()
+    with torch.no_grad():
+        model.words.weight[:, ::4] *= 1e-4  # would be rounded to zero
+        model.words.weight[:, 1] = 0
+    Masks({"words.weight": model.words.weight != 0}).apply_(model)
+    path = ck.export_onnx(quantize_static(model, [ids]), tmp_path / "q.onnx", ids)
+    (table,) = [onnx.numpy_helper.to_array(t) for t in onnx.load(path).graph.initializer if list(t.dims) == [300, 32]]
+    assert ((table == 0) == (model.words.weight == 0).numpy()).all()
+
+
+def test_a_call_does_not_round_the_whole_table() -> None:
+    """Of hundreds of thousands of rows, a batch reads few."""
+    torch.manual_seed(0)
+    quantized, rows = quantize_static(Words().eval(), [torch.randint(300, (4, 8))]), []
+    handle = table_quantizer(quantized).table.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
+    quantized(torch.randint(300, (2, 8)))
+    handle.remove()
+    assert rows == [16]
