@@ -281,6 +281,17 @@ def test_import_is_light() -> None:
     assert min(shares) < 0.28
 
 
+def test_what_is_imported_late_is_kept_as_a_user_sets_it() -> None:
+    """A stand-in for `ck.compress` stays; what `mock.patch` takes away comes back."""
+    code = (
+        "import compresskit as ck; ck.compress = len; ck.at_most(bytes=1); assert ck.compress is len;"
+        "del ck.compress; assert ck.compress.__module__ == 'compresskit.search.compress'; search = ck.search;"
+        "del ck.search; assert ck.search is search; assert {'search', 'compress', 'at_most'} <= {*dir(ck)};"
+        "from compresskit import *; assert compress is ck.compress; print(hasattr(ck, 'nothing'))"
+    )
+    assert checkout.python("-c", code).stdout.strip() == "False"
+
+
 def test_oracles_share_no_code() -> None:
     assert "compresskit" not in [n.split(".")[0] for n in _imported(SUPPORT / "oracles.py")]
 

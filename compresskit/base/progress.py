@@ -39,6 +39,7 @@ from compresskit.base.settings import check_field_types
 
 log = logging.getLogger(__name__)
 
+SEND_AGAIN = 0.05  # seconds after which a signal is sent again whose exception Python dropped
 CHECKPOINTS_KEPT = 2  # of a training
 UNREAD = 141  # exit code, as shells have it for a process that SIGPIPE ended
 CHECKPOINT_NAME = re.compile(r"(\d+)-(\d+|end)\.safetensors")
@@ -161,10 +162,12 @@ class Stop:
     Attributes:
         signal: name of the signal that asked for it, or None.
         training: whether a training is running, which writes a checkpoint before it stops.
+        raised: number of a signal that ended the run at once, or None.
     """
 
     signal: str | None = None
     training: bool = False
+    raised: int | None = None
 
 
 @contextmanager
@@ -173,27 +176,52 @@ def stoppable(out: Path) -> Iterator[Stop]:
 
     A second signal ends the run at once. Outside the main thread the handlers are not changed.
 
+    A signal may come while Python runs what must not raise, such as the callback of a weak reference: it drops the exception
+    there, so that the signal is sent again. Code that was interrupted may also raise an error of its own, as an import does.
+
     Args:
         out: folder of the run, for the message.
     """
     stop, process = Stop(), os.getpid()
+    again: list[threading.Timer] = []
 
     def handle(number: int, frame: Any) -> None:
         if os.getpid() != process:  # a worker of a loader, forked with this handler
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        name = signal.Signals(number).name
-        if stop.training and stop.signal is None:
-            stop.signal = name
+        first, stop.signal = stop.signal is None, signal.Signals(number).name
+        if not (stop.training and first):
+            stop.raised = number
+            raise interrupted()
+
+    def interrupted() -> Interrupted:
+        return Interrupted(f"stopped by {stop.signal}; {out} has what was done. Run the same command again to go on")
+
+    def dropped(what: Any) -> None:
+        if not isinstance(what.exc_value, Interrupted) or stop.raised is None:
+            hook(what)
             return
-        raise Interrupted(f"stopped by {name}; {out} has what was done. Run the same command again to go on")
+        again.append(threading.Timer(SEND_AGAIN, os.kill, (process, stop.raised)))
+        again[-1].daemon = True
+        again[-1].start()
 
     main = threading.current_thread() is threading.main_thread()
     handled = [s for s in (signal.SIGINT, signal.SIGTERM) if main and signal.getsignal(s) not in (signal.SIG_IGN, None)]
     before = {number: signal.signal(number, handle) for number in handled}
+    hook, sys.unraisablehook = sys.unraisablehook, dropped if handled else sys.unraisablehook
     try:
         yield stop
+    except Exception as error:
+        if stop.raised is not None:
+            raise interrupted() from error
+        raise
+    else:
+        if stop.raised is not None:
+            raise interrupted()
     finally:
+        sys.unraisablehook = hook
+        for timer in again:
+            timer.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)
 

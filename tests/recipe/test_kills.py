@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import time
+import weakref
 
 import chains
 import checkout
@@ -39,6 +42,58 @@ def test_a_signal_outside_of_training_ends_at_once(tmp_path) -> None:
         stoppable(tmp_path),
     ):
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Watched:
+    pass
+
+
+def signalled_in_a_callback() -> None:
+    """A signal while Python runs the callback of a weak reference, which drops exceptions; torch.export has many."""
+    watched = Watched()
+    reference = weakref.ref(watched, lambda _: [signal.raise_signal(signal.SIGINT), None])
+    del watched
+    assert reference() is None
+
+
+def test_a_signal_whose_exception_python_drops_is_sent_again(tmp_path) -> None:
+    begin = time.monotonic()
+    with pytest.raises(Interrupted, match="stopped by SIGINT"), stoppable(tmp_path):
+        signalled_in_a_callback()
+        while time.monotonic() < begin + 20:
+            time.sleep(0.01)
+    assert time.monotonic() < begin + 10
+
+
+def test_a_signal_that_is_dropped_at_the_end_of_a_run_ends_what_is_around_it(tmp_path) -> None:
+    with pytest.raises(Interrupted, match="stopped by SIGINT"), stoppable(tmp_path):
+        with stoppable(tmp_path / "inner"):
+            signalled_in_a_callback()
+        pytest.fail("the outer run goes on")
+
+
+def test_an_error_that_a_signal_causes_is_no_error(tmp_path) -> None:
+    """As an import raises another one than the exception that interrupted it."""
+    with pytest.raises(Interrupted, match="stopped by SIGINT") as found, stoppable(tmp_path):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+        except Interrupted:
+            raise ImportError("initialization failed") from None
+    assert isinstance(found.value.__cause__, ImportError)
+
+
+def test_exceptions_that_python_drops_for_other_reasons_are_told_as_before(tmp_path, monkeypatch) -> None:
+    told = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda what: told.append(what.exc_value))
+    before = sys.unraisablehook
+    with stoppable(tmp_path):
+        watched = Watched()
+        reference = weakref.ref(watched, lambda _: 1 / 0)
+        del watched
+        assert reference() is None
+    assert [type(error) for error in told] == [ZeroDivisionError]
+    assert sys.unraisablehook is before
 
 
 def test_a_folder_is_locked_until_its_process_ends(tmp_path) -> None:

@@ -91,12 +91,13 @@ class DeployedRows(nn.Module):
 def _look_up_integers(body: fx.GraphModule, node: Node, quantizers: dict[Node, nn.Module], stored: dict[str, str]) -> None:
     """Replace a lookup in a rounded table, or one whose rows are rounded. stored: name of each table -> of its stored form."""
     rounding = quantizers.get(node.args[0])
-    rounded = [user for user in node.users if isinstance(quantizers.get(user), RowQuantizer)]
+    of_rows = {user: module for user in node.users if isinstance(module := quantizers.get(user), RowQuantizer)}
     if isinstance(rounding, WeightQuantizer):
         table, quantizer, result = node.args[0].args[0], rounding, node
-    elif rounded:
-        (result,) = rounded
-        table, quantizer = node.args[0], quantizers.pop(result).table
+    elif of_rows:
+        ((result, rows_rounding),) = of_rows.items()
+        table, quantizer = node.args[0], rows_rounding.table
+        del quantizers[result]
     else:
         return
     if table.target not in stored:

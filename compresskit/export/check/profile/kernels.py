@@ -15,7 +15,7 @@ import numpy as np
 from compresskit.base.errors import ExportError, runtime_message
 from compresskit.base.inputs import AnyInputs
 from compresskit.export.check.profile.file_layers import file_layers, name_nodes_
-from compresskit.export.files import read_proto
+from compresskit.export.files import DiskError, read_proto
 from compresskit.measure import SHORT_SPIN, numpy_inputs, run_session, runtime_path, session
 
 ROUNDS = 10
@@ -98,8 +98,18 @@ def _time_added(folder: Path, values: int) -> tuple[float, float]:
 
 
 def profiler_events(session: Any) -> list[dict[str, Any]]:
-    """What the profiler of a session recorded; it records no more."""
-    events: list[dict[str, Any]] = json.loads(Path(session.end_profiling()).read_text())
+    """What the profiler of a session recorded; it records no more.
+
+    Raises DiskError where ONNX Runtime could not write all of it, of which it says nothing.
+    """
+    path = Path(session.end_profiling())
+    try:
+        events: list[dict[str, Any]] = json.loads(path.read_text())
+    except (ValueError, OSError) as error:
+        raise DiskError(
+            f"{path.parent}: wanted to write what ONNX Runtime measured of each operator, got a file that was cut short; free"
+            " space there, allow larger files (ulimit -f), or set TMPDIR to another folder"
+        ) from error
     return events
 
 

@@ -16,7 +16,9 @@ from torch import nn
 import compresskit as ck
 from compresskit.base.errors import ExportError, SettingError
 from compresskit.export.check.profile.file_layers import FileLayer, file_layers, match_layers
+from compresskit.export.check.profile.kernels import profiler_events
 from compresskit.export.check.profile.layers import LayerTime, Profile, ProfiledLayer, profile_layers, slow_cause
+from compresskit.export.files import DiskError
 from compresskit.quant import quantize_static
 
 
@@ -39,6 +41,18 @@ def pair(model, x, folder):
     torch.manual_seed(0)
     plain = ck.export_onnx(model, folder / "f.onnx", x)
     return plain, ck.export_onnx(quantize_static(model, [x]), folder / "q.onnx", x)
+
+
+def test_a_profile_that_a_full_disk_cuts_short_is_named(tmp_path) -> None:
+    """ONNX Runtime writes what fits, and says nothing."""
+
+    class CutShort:
+        def end_profiling(self) -> str:
+            (tmp_path / "profile.json").write_text('[{"cat": "Node", "name": "co')
+            return str(tmp_path / "profile.json")
+
+    with pytest.raises(DiskError, match=rf"{tmp_path}: wanted .* got a file that was cut short; free space there"):
+        profiler_events(CutShort())
 
 
 @pytest.mark.parametrize("threads", [1, 2])
