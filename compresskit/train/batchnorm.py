@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from compresskit.base.errors import DataError
 from compresskit.base.inputs import AnyInputs, call_checked, each_inputs, not_finite, not_finite_error
-from compresskit.base.task import batch_size
+from compresskit.base.task import Inputs, batch_size, shapes_of
 from compresskit.graph.surgery import mode
 
 
@@ -26,11 +26,12 @@ def reestimate_batchnorm_(model: nn.Module, batches: Iterable[AnyInputs]) -> int
 
     Args:
         model: changed in place.
-        batches: inputs, shuffled; batches of one class each give useless statistics. Batches of one row are skipped.
+        batches: inputs, shuffled; batches of one class each give useless statistics. Batches of one row are skipped behind
+            larger ones, as each batch counts the same, and where a layer has one value for each channel, which has no variance.
 
     Returns: the number of BatchNorm layers with running statistics.
-    Raises: DataError where no batch has more than one row, the model does not run on one, or statistics are nan or infinite, as
-        of data that hold such values; the statistics are then as before.
+    Raises: DataError where all batches are skipped, the model does not run on one, or statistics are nan or infinite, as of data
+        that hold such values; the statistics are then as before.
     """
     norms = norms_with_statistics(model)
     if not norms:
@@ -56,10 +57,13 @@ def reestimate_batchnorm_(model: nn.Module, batches: Iterable[AnyInputs]) -> int
 
 def _average_(model: nn.Module, norms: Mapping[str, _BatchNorm], batches: Iterable[AnyInputs]) -> None:
     """Run a model on batches. Raises DataError where the statistics are then none."""
-    where, count = "re-estimating BatchNorm", 0
+    where, count, larger, usable = "re-estimating BatchNorm", 0, False, dict[str, bool]()
     device = next(iter(norms.values())).get_buffer("running_mean").device
     for number, inputs in enumerate(each_inputs(batches, "reestimate_batchnorm_"), 1):
-        if batch_size(inputs) > 1:  # one row has no variance
+        larger, shapes = larger or batch_size(inputs) > 1, str(shapes_of(inputs))
+        if not larger and shapes not in usable:
+            usable[shapes] = _have_variances(model, norms, inputs)
+        if batch_size(inputs) > 1 or (not larger and usable[shapes]):
             call_checked(model, inputs, "calibration data")
             count += 1
             names = ("running_mean", "running_var")
@@ -69,4 +73,24 @@ def _average_(model: nn.Module, norms: Mapping[str, _BatchNorm], batches: Iterab
             bad = next(path for path, norm in norms.items() if not_finite((norm.running_mean, norm.running_var)))
             raise not_finite_error(where, f"the mean or the variance of {bad}", [inputs], number)
     if not count:
-        raise DataError(f"{where}: no calibration batch of more than one row was given")
+        raise DataError(
+            f"{where}: wanted calibration batches with more than one value for each channel, got none; give them two rows or more"
+        )
+
+
+def _have_variances(model: nn.Module, norms: Mapping[str, _BatchNorm], inputs: Inputs) -> bool:
+    """Whether each layer has more than one value for each channel in a batch, which is run in eval mode."""
+    single: list[bool] = []
+
+    def note(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        x = next(iter((*args, *kwargs.values())))
+        single.append(x.numel() == x.shape[1])
+
+    handles = [norm.eval().register_forward_pre_hook(note, with_kwargs=True) for norm in norms.values()]
+    try:
+        call_checked(model, inputs, "calibration data")
+    finally:
+        for handle, norm in zip(handles, norms.values(), strict=True):
+            handle.remove()
+            norm.train()
+    return not any(single)

@@ -51,14 +51,14 @@ class Watched:
 def signalled_in_a_callback() -> None:
     """A signal while Python runs the callback of a weak reference, which drops exceptions; torch.export has many."""
     watched = Watched()
-    reference = weakref.ref(watched, lambda _: [signal.raise_signal(signal.SIGINT), None])
+    reference = weakref.ref(watched, lambda _: [signal.raise_signal(signal.SIGTERM), None])
     del watched
     assert reference() is None
 
 
 def test_a_signal_whose_exception_python_drops_is_sent_again(tmp_path) -> None:
     begin = time.monotonic()
-    with pytest.raises(Interrupted, match="stopped by SIGINT"), stoppable(tmp_path):
+    with pytest.raises(Interrupted, match="stopped by SIGTERM"), stoppable(tmp_path):
         signalled_in_a_callback()
         while time.monotonic() < begin + 20:
             time.sleep(0.01)
@@ -66,7 +66,7 @@ def test_a_signal_whose_exception_python_drops_is_sent_again(tmp_path) -> None:
 
 
 def test_a_signal_that_is_dropped_at_the_end_of_a_run_ends_what_is_around_it(tmp_path) -> None:
-    with pytest.raises(Interrupted, match="stopped by SIGINT"), stoppable(tmp_path):
+    with pytest.raises(Interrupted, match="stopped by SIGTERM"), stoppable(tmp_path):
         with stoppable(tmp_path / "inner"):
             signalled_in_a_callback()
         pytest.fail("the outer run goes on")
@@ -74,9 +74,9 @@ def test_a_signal_that_is_dropped_at_the_end_of_a_run_ends_what_is_around_it(tmp
 
 def test_an_error_that_a_signal_causes_is_no_error(tmp_path) -> None:
     """As an import raises another one than the exception that interrupted it."""
-    with pytest.raises(Interrupted, match="stopped by SIGINT") as found, stoppable(tmp_path):
+    with pytest.raises(Interrupted, match="stopped by SIGTERM") as found, stoppable(tmp_path):
         try:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(5)
         except Interrupted:
             raise ImportError("initialization failed") from None

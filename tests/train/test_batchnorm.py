@@ -16,13 +16,28 @@ from compresskit.prune import reestimate_batchnorm_
 
 
 def test_batchnorm_without_batches() -> None:
-    model = build(networks.Chain)
+    model = nn.Sequential(build(networks.Chain), nn.BatchNorm1d(10))
     before = copy.deepcopy(model.state_dict())
     for batches in ([], [image(1)]):
-        with pytest.raises(DataError, match="no calibration batch of more than one row"):
+        with pytest.raises(DataError, match="wanted calibration batches with more than one value for each channel, got none"):
             reestimate_batchnorm_(model, batches)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-    assert reestimate_batchnorm_(model, [image(8), image(1)]) == 2
+    assert reestimate_batchnorm_(model, [image(8), image(1)]) == 3
+
+
+def test_batches_of_one_picture_have_statistics() -> None:
+    """As large pictures come; behind larger batches they would count as much as these."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, 16, 16) * torch.rand(4, 1, 1, 1)
+    ones, whole, alone = (copy.deepcopy(model) for model in [build(networks.Chain)] * 3)
+    reestimate_batchnorm_(ones, [(row[None],) for row in x])
+    first = ones.a[0](x).detach()
+    torch.testing.assert_close(ones.a[1].running_mean, first.mean((0, 2, 3)))
+    torch.testing.assert_close(ones.a[1].running_var, first.var((2, 3)).mean(0))
+    assert ones.training is alone.training
+    reestimate_batchnorm_(whole, [(x,), (x[:1],)])
+    reestimate_batchnorm_(alone, [(x,)])
+    assert all(torch.equal(v, alone.state_dict()[k]) for k, v in whole.state_dict().items())
 
 
 @pytest.mark.parametrize(("value", "held"), [(float("nan"), "nan"), (float("inf"), "infinite values")])

@@ -1,7 +1,8 @@
-"""Find the layers of LSTMs whose rounding loses the outputs: their inputs have one range for all features and steps.
+"""Find layers of LSTMs whose rounding loses the outputs, and lookups in tables of which it loses columns.
 
-Where a few inputs are thousands of times larger than the others, as in spectrograms that are no logarithms, eight bits over one
-range leave nothing of the small ones. The layers above read states between -1 and 1, and lose little.
+The inputs of an LSTM have one range for all features and steps. Where a few are thousands of times larger than the others, as in
+spectrograms that are no logarithms, eight bits over one range leave nothing of the small ones. The layers above read states
+between -1 and 1, and lose little. Each row of a table has one range, too, which loses the small of features in their own units.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 
+from compresskit.graph.capture import parameter_name
+from compresskit.graph.surgery import get_tensor
 from compresskit.quant.dynamic.insert_dynamic import DynamicallyQuantized
 from compresskit.quant.effort.samples import LEAST_OF_OUTPUTS
 from compresskit.quant.numerics.dynamic_quantizers import LstmQuantizer
+from compresskit.quant.numerics.uneven_tables import loses_columns
 
 log = logging.getLogger(__name__)
 
@@ -54,3 +58,11 @@ def noisy_lstm_layers(
     for lstm, floating in before.items():
         lstm.floating = floating
     return found
+
+
+def uneven_lookups(quantized: DynamicallyQuantized) -> list[str]:
+    """Names of the lookups in tables of which a scale for each row would lose columns."""
+    kinds, nodes = quantized.placement.integer, quantized.body.graph.nodes
+    lookups = {node: str(parameter_name(node.args[0])) for node in nodes if kinds.get(node.name) == "embedding"}
+    lost = {name for name in set(lookups.values()) if loses_columns(get_tensor(quantized.body, name))}
+    return [node.name for node, name in lookups.items() if name in lost]

@@ -17,11 +17,12 @@ from compresskit.graph.capture import Dynamic, check_dynamic
 from compresskit.graph.tracing import no_modes_of_caller
 from compresskit.measure import few_rows, input_row_dims
 from compresskit.quant.dynamic.insert_dynamic import DynamicallyQuantized, build_dynamic
-from compresskit.quant.dynamic.noisy_layers import noisy_lstm_layers
+from compresskit.quant.dynamic.noisy_layers import noisy_lstm_layers, uneven_lookups
 from compresskit.quant.dynamic.placement_dynamic import DEFAULT_OPERATORS, DYNAMIC_KINDS
 from compresskit.quant.effort.samples import OutputError, few_compared_rows, tell_of_loss
 from compresskit.quant.numerics.scheme import Scheme
 from compresskit.quant.numerics.targets import X86, Target, check_target
+from compresskit.quant.numerics.uneven_tables import LOSES_COLUMNS
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +90,9 @@ def quantize_dynamic(
     settings.check("quantize_dynamic")
     example, _ = first_and_all(batches, "quantize_dynamic")
     quantized = build_dynamic(model, example, **vars(settings))
+    uneven = dict.fromkeys(uneven_lookups(quantized), LOSES_COLUMNS)
+    if uneven:
+        quantized = build_dynamic(model, example, floating=uneven, **vars(settings))
     error = OutputError(model, [few_compared_rows(model, quantized, example, dynamic)], None)
     if not error.outputs[0]:
         log.info(
@@ -98,7 +102,7 @@ def quantize_dynamic(
     noisy = noisy_lstm_layers(quantized, error.decibels)
     if noisy:
         log.warning("quantize_dynamic: left in float: %s", ", ".join(f"{name} ({reason})" for name, reason in noisy.items()))
-        quantized = build_dynamic(model, example, floating=noisy, **vars(settings))
+        quantized = build_dynamic(model, example, floating={**noisy, **uneven}, **vars(settings))
     tell_of_loss(error, quantized, "quantize_dynamic", "`quantize_to_accuracy` leaves float what costs most")
     return quantized
 

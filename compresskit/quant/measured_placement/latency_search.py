@@ -101,7 +101,10 @@ def _searched_choice(
         *times, float_ms = variants.measure(contenders, beside_float=True)
         variants.seconds = min(seconds, max(LEAST_SECONDS, ENOUGH_RUNS * float_ms / 1000))
         if settings.choice == "measure" or times[0] > (1 - WORTHWHILE) * float_ms:
-            best = choose_floating(candidate_parts(captured, placement), variants.measure)
+            parts = candidate_parts(captured, placement)
+            if placement.lookups and times[0] > (1 - WORTHWHILE) * float_ms:  # whose integers are for the size, as a rule
+                parts["lookups in rounded tables"] = list(placement.lookups)
+            best = choose_floating(parts, variants.measure)
             for floating in (best.floating, *(dict.fromkeys(nodes, "predicted") for nodes in variants.predicted(placement))):
                 if runs(floating) and all(set(floating) != set(other) for other in contenders):
                     contenders.append(floating)

@@ -32,7 +32,7 @@ from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.coverage import Coverage, LayerCost, coverage_of, layer_costs
 
 MOST_BENT = 20_000  # weights of a convolution that is given twice or thrice the filters, for the size of the file
-LEAST_SAVED = 0.02  # of the bytes of all weights, by a table of rows that are looked up in integers
+LEAST_OF_WEIGHTS = 0.02  # of the bytes of all weights, by a table of rows that are looked up in integers
 SLOPES_DIFFER = "its slopes differ between channels"
 JOINED = "it joins values of very different ranges"  # how the reason of a concatenation begins that `floating` leaves float
 UNANCHORED = "its bounds are no integers of its input"  # how that of a hardsigmoid begins whose own rounding clips it instead
@@ -313,7 +313,7 @@ class _Placer:
         if any(user.target is not aten.embedding.default or user.args[0].target != name for user in readers):
             return False
         stored = {node.target: node.meta["val"] for node in self.graph.nodes if node.op == "get_attr" and "val" in node.meta}
-        least = max(LEAST_SHARED, LEAST_SAVED * sum(value.nbytes for value in stored.values()))
+        least = max(LEAST_SHARED, LEAST_OF_WEIGHTS * sum(value.nbytes for value in stored.values()))
         return 3 * values.numel() - 4 * len(values) >= least and all(self._chosen(user) is None for user in readers)
 
     def _may_saturate(self, node: Node) -> bool:

@@ -25,6 +25,8 @@ from compresskit.base.settings import refuse_unknown_settings
 from compresskit.base.task import Task
 from compresskit.distill.losses import match_predictions
 from compresskit.distill.objectives.imitate import imitate
+from compresskit.graph.capture import module_path
+from compresskit.graph.normalize import aten
 from compresskit.graph.surgery import frozen_copy, get_tensor
 from compresskit.graph.tracing import no_modes_of_caller
 from compresskit.quant.build import build_quantized
@@ -146,6 +148,7 @@ def _prepare_model(model: nn.Module, batches: Batches, settings: QATSettings, wh
         share=SharedScales(shown),
     )
     _refuse_zeros_in_one_bit(quantized, where)
+    _refuse_max_norm(quantized, where)
     quantized.origin = replace(quantized.origin, measured=choice.record)
     whole = calibrate_inside(model, quantized, data, settings.inside)
     quantized.unfold_batchnorm_(learned=settings.learned, offsets=settings.offsets)
@@ -168,6 +171,17 @@ def _refuse_zeros_in_one_bit(quantized: Quantized, where: str) -> None:
             )
 
 
+def _refuse_max_norm(quantized: Quantized, where: str) -> None:
+    """Raise ModelError for a lookup that scales rows of its table down, through which no gradient goes in a graph."""
+    for node in quantized.body.graph.nodes:
+        trains = node.target is aten.embedding_renorm.default and get_tensor(quantized.body, node.args[0].target).requires_grad
+        if trains:
+            raise ModelError(
+                f"{where}: {module_path(node) or node.name} looks up with max_norm, of which torch has no gradient in a graph;"
+                " set max_norm=None and scale the rows down once before (`torch.renorm`), or take quantize_static"
+            )
+
+
 @contextmanager
 def zeros_kept(model: nn.Module) -> Iterator[None]:
     """Give weights that are exactly zero no gradient inside the block, so that a pruned network stays as sparse as it is."""
@@ -177,7 +191,11 @@ def zeros_kept(model: nn.Module) -> Iterator[None]:
         if parameter.ndim >= 2 and bool(zero.any()):
 
             def stop(grad: Tensor, zero: Tensor = zero) -> Tensor:
-                return grad.masked_fill(zero, 0)
+                if not grad.is_sparse:
+                    return grad.masked_fill(zero, 0)
+                grad = grad.coalesce()  # of rows that were looked up
+                kept = grad.values().masked_fill(zero[tuple(grad.indices())], 0)
+                return torch.sparse_coo_tensor(grad.indices(), kept, grad.shape, is_coalesced=True, check_invariants=False)
 
             handles.append(parameter.register_hook(stop))
     try:

@@ -12,7 +12,8 @@ from torch import nn
 
 import compresskit as ck
 from compresskit.graph.masks import Masks
-from compresskit.quant import prepare_qat, quantize_static
+from compresskit.quant import prepare_qat, quantize_dynamic, quantize_static
+from compresskit.quant.measured_placement import latency_search
 from compresskit.quant.numerics.bit_widths import Bits
 from compresskit.quant.numerics.dynamic_quantizers import RowQuantizer
 from compresskit.quant.numerics.targets import TENSORRT, X86_NO_VNNI
@@ -261,3 +262,98 @@ def test_a_call_does_not_round_the_whole_table() -> None:
     quantized(torch.randint(300, (2, 8)))
     handle.remove()
     assert rows == [16]
+
+
+class Features(nn.Module):
+    """Rows of features in their own units, which BatchNorm evens out."""
+
+    def __init__(self, trained: bool = True) -> None:
+        super().__init__()
+        units = torch.tensor([1000.0, 100.0, 1.0, 1.0] if trained else [1.0, 1.0, 1.0, 1.0])
+        self.features = nn.Embedding.from_pretrained(torch.rand(300, 4) * units)
+        self.norm, self.hidden, self.out = nn.BatchNorm1d(4, affine=False), nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, ids):
+        return self.out(torch.relu(self.hidden(self.norm(self.features(ids)))))
+
+
+@pytest.mark.parametrize("way", [quantize_static, quantize_dynamic, prepare_qat])
+def test_a_table_whose_columns_differ_in_size_stays_float(way, tmp_path) -> None:
+    """Steps of prices are larger than all rates. A folder says so, since the model that it is loaded into has other values."""
+    torch.manual_seed(0)
+    model, ids = Features(), torch.randint(300, (64,))
+    for _ in range(50):
+        model(torch.randint(300, (256,)))
+    model.eval()
+    quantized = way(model, [ids])
+    quantized = quantized.convert_() or quantized if way is prepare_qat else quantized
+    assert table_quantizer(quantized) is None
+    assert quantized.placement.floating["embedding"].startswith("one scale for each row would lose columns")
+    error = (quantized(ids) - model(ids)).square().sum() / model(ids).square().sum()
+    assert error < 1e-2
+    ck.save(quantized.eval(), tmp_path / "saved")
+    assert torch.equal(ck.load(Features(trained=False), tmp_path / "saved")(ids), quantized(ids))
+
+
+def test_a_folder_rounds_a_table_whatever_the_model_holds_that_it_is_loaded_into(tmp_path) -> None:
+    torch.manual_seed(0)
+    model, ids = Features(trained=False).eval(), torch.randint(300, (64,))
+    quantized = quantize_static(model, [ids])
+    assert table_quantizer(quantized) is not None
+    ck.save(quantized, tmp_path / "saved")
+    assert torch.equal(ck.load(Features(), tmp_path / "saved")(ids), quantized(ids))
+
+
+@pytest.mark.parametrize(("beside_float", "kept"), [(1.0, True), (4.0, False)])
+def test_measurement_leaves_tables_float_where_integers_buy_no_time(beside_float, kept, monkeypatch) -> None:
+    """Else their integers are for the size."""
+
+    def latency(paths, inputs, *, threads, seconds):
+        def one(path):
+            if path.name == "float.onnx":
+                return beside_float
+            stored = {tuple(t.dims): t.data_type for t in onnx.load(path).graph.initializer}
+            layers = [shape for shape in ((16, 32, 3), (4, 16)) if stored.get(shape) == onnx.TensorProto.INT8]
+            return 3.5 - len(layers) - (stored[300, 32] == onnx.TensorProto.FLOAT) / 2
+
+        return [one(path) for path in paths]
+
+    monkeypatch.setattr(latency_search, "latency", latency)
+    monkeypatch.setattr(latency_search, "predicted_placements", lambda *_: [])
+    quantized = quantize_static(Words().eval(), [torch.randint(300, (4, 8))], choose="measure")
+    assert (table_quantizer(quantized) is None) == kept
+    assert ("lookups in rounded tables in float" in str(quantized.placement)) == kept
+
+
+def test_sparse_gradients_keep_the_zeros_of_a_table() -> None:
+    """Those of rows that were looked up; the padding row is zero from the beginning."""
+    torch.manual_seed(0)
+
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.out = nn.Embedding(300, 32, padding_idx=0, sparse=True), nn.Linear(32, 2)
+
+        def forward(self, ids):
+            return self.out(self.words(ids).mean(1))
+
+    model = Sparse()
+    with torch.no_grad():
+        model.words.weight[:, 3] = 0
+    batches = [(torch.randint(300, (16, 5)), torch.randint(2, (16,))) for _ in range(3)]
+    task = ck.Task(train=batches, val=batches)
+    before = model.words.weight.detach().clone()
+    trained = ck.QAT(epochs=1, optimizer=lambda params: torch.optim.SGD(params, lr=0.5))(model, task)
+    after = trained.body.get_parameter("words.weight").detach()
+    assert torch.equal(after == 0, before == 0)
+    assert not torch.equal(after, before)
+
+
+def test_a_lookup_with_max_norm_is_refused_where_it_would_train() -> None:
+    model, ids = nn.Sequential(nn.Embedding(300, 32, max_norm=1.0), nn.Linear(32, 8)), torch.randint(300, (4, 8))
+    with pytest.raises(
+        ck.ModelError, match=r"prepare_qat: 0 looks up with max_norm, of which torch has no gradient .*max_norm=None"
+    ):
+        prepare_qat(model, [ids])
+    model[0].weight.requires_grad_(False)
+    prepare_qat(model, [ids])
