@@ -94,7 +94,7 @@ def __getattr__(name: str) -> Any:
     """`search`, and what is from it, are imported when they are first asked for: an eighth of the import, that few runs need."""
     if name not in ("at_most", "compress", "search"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    search = globals()["search"] = import_module("compresskit.search")
+    search = globals().setdefault("search", import_module("compresskit.search"))
     return search if name == "search" else globals().setdefault(name, getattr(search, name))
 
 

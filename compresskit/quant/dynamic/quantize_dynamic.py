@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import nn
 
-from compresskit.base.errors import SettingError
+from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.inputs import Batches, first_and_all
 from compresskit.base.settings import check_field_types
 from compresskit.base.stage import Stage
@@ -24,6 +25,7 @@ from compresskit.quant.numerics.scheme import Scheme
 from compresskit.quant.numerics.targets import X86, Target, check_target
 from compresskit.quant.numerics.uneven_tables import LOSES_COLUMNS
 
+WORTH_A_TABLE = 3.0  # dB of the outputs that tables in float must be worth
 log = logging.getLogger(__name__)
 
 
@@ -90,15 +92,20 @@ def quantize_dynamic(
     settings.check("quantize_dynamic")
     example, _ = first_and_all(batches, "quantize_dynamic")
     quantized = build_dynamic(model, example, **vars(settings))
-    uneven = dict.fromkeys(uneven_lookups(quantized), LOSES_COLUMNS)
-    if uneven:
-        quantized = build_dynamic(model, example, floating=uneven, **vars(settings))
     error = OutputError(model, [few_compared_rows(model, quantized, example, dynamic)], None)
     if not error.outputs[0]:
         log.info(
             "quantize_dynamic: %s has no output in floating point to compare; what it loses is not judged", type(model).__name__
         )
         return quantized
+    uneven = dict.fromkeys(uneven_lookups(quantized), LOSES_COLUMNS)
+    freed = quantized
+    with suppress(ModelError):  # nothing else can be rounded
+        freed = build_dynamic(model, example, floating=uneven, **vars(settings)) if uneven else quantized
+    if error.decibels(freed) >= error.decibels(quantized) + WORTH_A_TABLE:
+        quantized = freed
+    else:
+        uneven = {}
     noisy = noisy_lstm_layers(quantized, error.decibels)
     if noisy:
         log.warning("quantize_dynamic: left in float: %s", ", ".join(f"{name} ({reason})" for name, reason in noisy.items()))

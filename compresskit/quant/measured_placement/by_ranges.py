@@ -11,7 +11,7 @@ from compresskit.quant.measured_placement.hard_gates import HardGates
 from compresskit.quant.measured_placement.joined_values import SeparateScales
 from compresskit.quant.measured_placement.shown_ranges import ShownRanges
 from compresskit.quant.numerics.scheme import Scheme
-from compresskit.quant.numerics.uneven_tables import LOSES_COLUMNS, loses_columns
+from compresskit.quant.numerics.uneven_tables import LOSES_COLUMNS, loses_columns, loses_outputs
 from compresskit.quant.passes.placement import Placement
 
 ByRanges = Callable[[Captured, Placement, Scheme], Mapping[str, str]]
@@ -32,7 +32,8 @@ def float_by_ranges(shown: ShownRanges, settings: CalibratedSettings) -> ByRange
             if node.name in placement.lookups and not placement.lookups[node.name]:
                 name = str(parameter_name(node.args[0]))
                 if name not in uneven:
-                    uneven[name] = loses_columns(get_tensor(captured.module, name))
+                    columns = loses_columns(get_tensor(captured.module, name))
+                    uneven[name] = columns and loses_outputs(captured.module, name, shown.rows(captured, placement))
                 if uneven[name]:
                     found[node.name] = LOSES_COLUMNS
         return found
