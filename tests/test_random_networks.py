@@ -62,7 +62,7 @@ def assert_mostly(outcomes: Counter[tuple[str, str]], name: str, least: float) -
 
 
 #: Of each check, how many networks; those that are exported or quantized, seconds each, are slow.
-SAMPLES = {"captured": 6, "pruned": 40, "exported": 2, "static": 2, "dynamic": 2, "weights": 2}
+SAMPLES = {"captured": 6, "pruned": 24, "exported": 2, "static": 2, "dynamic": 2, "weights": 2}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in checks.HOW else []) for n in CHECKS])

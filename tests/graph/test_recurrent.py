@@ -379,6 +379,7 @@ class FirstState(nn.Module):
         return last[-1] + state.sum(0)
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize("how", ["an entry", "a view", "in place", "afterwards", "len"])
 def test_a_first_state_is_what_was_written_into_its_zeros(how) -> None:
     """`len(x)` is a size that varies, as it is for models that pack nothing."""

@@ -384,6 +384,7 @@ def trained():
     return ck.Train(epochs=15, optimizer=ADAM)(model, task), task
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize("criterion", some(CRITERIA, 3), ids=lambda c: c.__name__)
 def test_stage(criterion, trained) -> None:
     model, task = copy.deepcopy(trained[0]), trained[1]

@@ -81,6 +81,7 @@ train = ck.Train(steps=4, optimizer=adam)
 """
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize("optimizer", [OPTIMIZER, "from beside_them import adam"], ids=["of the file", "of one beside it"])
 def test_the_written_recipe_runs_in_a_process_of_its_own(optimizer, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("compresskit.search.explore.first_candidates", lambda **_: [Candidate(macs=0.5)])

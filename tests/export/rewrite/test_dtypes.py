@@ -90,6 +90,7 @@ TURNED = {
 }
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize("name", TURNED)
 def test_products_of_transposed_values_load(name, tmp_path) -> None:
     """ONNX Runtime 1.32 ended the process, so that they are loaded in another one first."""

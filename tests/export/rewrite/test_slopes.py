@@ -135,6 +135,7 @@ def test_it_rounds_once_and_loses_less() -> None:
     assert once < 0.8 * twice
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize("why", ["groups", "shared value", "target", "untuned", "skipped", "one slope"])
 def test_where_the_slopes_stay_behind_the_convolution(why, tmp_path: Path) -> None:
     model, target, skip = Bent(SLOPES["gentle"], **({"groups": 3} if why == "groups" else {})).eval(), X86, ()

@@ -54,6 +54,7 @@ def _compare(model, example, others, dynamic, path: Path) -> None:
         torch.testing.assert_close(torch.from_numpy(got), model(x), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize(
     ("layer", "example", "others", "dynamic"),
     [

@@ -211,6 +211,7 @@ def test_a_layer_that_training_reads_stays_whole() -> None:
     plan.apply_(model).train()(x)
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize(
     ("method", "side"), [("tucker", None), ("tucker", 24), ("tucker", 8), ("auto", 24)], ids=["weights", "data", "few", "cp"]
 )

@@ -101,6 +101,7 @@ def first(output):
     return output[0] if isinstance(output, tuple) else output
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize(
     ("network", "dynamic"),
     [(PreActivation, (0,)), (Shortcut, (0, 2, 3)), (Anchors, (0,)), (TimeFirst, (0,)), (AndMean, (0,))],

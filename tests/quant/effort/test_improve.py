@@ -251,6 +251,7 @@ def test_outputs_without_gradients_get_the_other_remedies(kind, effort, caplog, 
     assert not any(name.startswith(("float layers", "imitate")) for name in names)
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize(
     ("milliseconds", "before", "kept"), [([1.0, 2.0], 0.5, True), ([1.99, 2.0], 1.8, False), ([3.0, 2.0], 3.0, True)]
 )

@@ -153,6 +153,7 @@ def test_every_setting_changes_the_range() -> None:
     assert high(Percentile(0.9, bins=64)) != high(Percentile(0.9))
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize("observer", OBSERVERS, ids=lambda o: o.__name__)
 def test_every_observer_calibrates_a_network(observer) -> None:
     model, x = build(networks.Residual), image(64)

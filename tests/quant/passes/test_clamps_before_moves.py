@@ -83,6 +83,7 @@ def test_a_relu_of_a_transposed_convolution(up: nn.Module, tmp_path: Path) -> No
     assert ck.audit(path).conversions == 2
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize(
     "code",
     [

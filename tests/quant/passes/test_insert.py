@@ -29,6 +29,7 @@ def test_inputs_of_a_concat_share_a_quantizer() -> None:
     assert names.count(concat.args[0][0].target) == 3
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize(("bound", "ends"), [
     (lambda x: x.clamp(min=0), (0.0, None)), (lambda x: x.clamp_min(0), (0.0, None)), (lambda x: x.clamp(0, 6), (0.0, 6.0)),
     (lambda x: torch.clamp(x, min=-1, max=1), (-1.0, 1.0)), (nn.functional.hardtanh, (-1.0, 1.0)),
