@@ -91,7 +91,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`search`, and what is from it, are imported when they are first asked for: an eighth of the import, that few runs need."""
+    """`search`, and what is from it, are imported when they are first asked for: few runs need them."""
     if name not in ("at_most", "compress", "search"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     search = globals().setdefault("search", import_module("compresskit.search"))

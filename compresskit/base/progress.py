@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from torch import Tensor
 from tqdm import tqdm
@@ -192,10 +192,10 @@ def stoppable(out: Path) -> Iterator[Stop]:
         first, stop.signal = stop.signal is None, signal.Signals(number).name
         if not (stop.training and first):
             stop.raised = number
-            raise interrupted()
+            end()
 
-    def interrupted() -> Interrupted:
-        return Interrupted(f"stopped by {stop.signal}; {out} has what was done. Run the same command again to go on")
+    def end(cause: Exception | None = None) -> NoReturn:
+        raise Interrupted(f"stopped by {stop.signal}; {out} has what was done. Run the same command again to go on") from cause
 
     def dropped(what: Any) -> None:
         if not isinstance(what.exc_value, Interrupted) or stop.raised is None:
@@ -213,11 +213,11 @@ def stoppable(out: Path) -> Iterator[Stop]:
         yield stop
     except Exception as error:
         if stop.raised is not None:
-            raise interrupted() from error
+            end(error)
         raise
     else:
         if stop.raised is not None:
-            raise interrupted()
+            end()
     finally:
         sys.unraisablehook = hook
         for timer in again:

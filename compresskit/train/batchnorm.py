@@ -57,13 +57,15 @@ def reestimate_batchnorm_(model: nn.Module, batches: Iterable[AnyInputs]) -> int
 
 def _average_(model: nn.Module, norms: Mapping[str, _BatchNorm], batches: Iterable[AnyInputs]) -> None:
     """Run a model on batches. Raises DataError where the statistics are then none."""
-    where, count, larger, usable = "re-estimating BatchNorm", 0, False, dict[str, bool]()
+    where, count, larger = "re-estimating BatchNorm", 0, False
+    usable: dict[str, bool] = {}  # of batches of one row, by their shapes
     device = next(iter(norms.values())).get_buffer("running_mean").device
     for number, inputs in enumerate(each_inputs(batches, "reestimate_batchnorm_"), 1):
-        larger, shapes = larger or batch_size(inputs) > 1, str(shapes_of(inputs))
-        if not larger and shapes not in usable:
+        rows, shapes = batch_size(inputs), str(shapes_of(inputs))
+        larger = larger or rows > 1
+        if rows == 1 and not larger and shapes not in usable:
             usable[shapes] = _have_variances(model, norms, inputs)
-        if batch_size(inputs) > 1 or (not larger and usable[shapes]):
+        if rows > 1 or (rows == 1 and not larger and usable[shapes]):
             call_checked(model, inputs, "calibration data")
             count += 1
             names = ("running_mean", "running_var")

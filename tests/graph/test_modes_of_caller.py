@@ -58,7 +58,7 @@ def learned(model: nn.Module, data: ck.Task) -> nn.Module:
     return quantized
 
 
-@pytest.mark.matrix(every=2)
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", MODES)
 @pytest.mark.parametrize("work", [static, pruned, factored, rounded_weights, signs, learned])
 def test_the_model_has_the_same_bits_and_can_be_trained(work, name) -> None:

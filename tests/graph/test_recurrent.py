@@ -310,7 +310,7 @@ GIVEN = {
 }
 
 
-@pytest.mark.matrix(every=2)
+@pytest.mark.matrix
 @pytest.mark.parametrize("lengths", GIVEN)
 @pytest.mark.parametrize("dynamic", [(0, 1), ()])
 def test_an_example_whose_rows_are_all_full_hides_no_padding_that_counts(lengths, dynamic) -> None:

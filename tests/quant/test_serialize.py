@@ -138,7 +138,7 @@ def test_a_pruned_model_of_mixed_precision_is_rebuilt_to_the_bit(tmp_path) -> No
     assert set(again.placement.integer) == {"linear_1", "addmm", "linear_2"}
 
 
-@pytest.mark.matrix(every=2)
+@pytest.mark.matrix
 @pytest.mark.parametrize("zeros", [False, True], ids=["weights", "some all zero"])
 @pytest.mark.parametrize("kind", QUANTIZATIONS)
 def test_values_of_the_model_that_is_loaded_into_decide_nothing(kind, zeros, tmp_path) -> None:

@@ -194,7 +194,7 @@ def test_a_file_where_the_folder_should_be_is_refused(tmp_path) -> None:
         ck.save(networks.Chain(), tmp_path / "file")
 
 
-@pytest.mark.matrix(every=2)
+@pytest.mark.matrix
 @pytest.mark.parametrize("prunes", [False, True], ids=["whole", "cut"])
 @pytest.mark.parametrize("kind", ["float", "static", "dynamic", "weights"])
 def test_a_model_without_values_is_loaded(kind, prunes, tmp_path) -> None:

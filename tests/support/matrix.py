@@ -24,7 +24,11 @@ def mark_slow(items: Iterable[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and item.get_closest_marker("matrix"):
             cases[item.nodeid.partition("[")[0]].append(item)
     for found in cases.values():
-        kept = in_the_gate([item.callspec.params for item in found], **found[0].get_closest_marker("matrix").kwargs)
+        settings = found[0].get_closest_marker("matrix").kwargs
+        assert not settings or len([*found[0].iter_markers("parametrize")]) == 1, (
+            f"{found[0].nodeid}: every= is for one parameter"
+        )
+        kept = in_the_gate([item.callspec.params for item in found], **settings)
         for number, item in enumerate(found):
             if number not in kept:
                 item.add_marker(pytest.mark.slow)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from compresskit.graph.capture import parameter_name
 from compresskit.graph.surgery import get_tensor
 from compresskit.quant.dynamic.insert_dynamic import DynamicallyQuantized
-from compresskit.quant.effort.samples import LEAST_OF_OUTPUTS
+from compresskit.quant.effort.samples import LEAST_OF_OUTPUTS, OutputError
+from compresskit.quant.measured_placement.uneven_tables import LOSES_COLUMNS, loses_columns, loses_outputs
 from compresskit.quant.numerics.dynamic_quantizers import LstmQuantizer
-from compresskit.quant.numerics.uneven_tables import loses_columns
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +61,17 @@ def noisy_lstm_layers(
     return found
 
 
-def uneven_lookups(quantized: DynamicallyQuantized) -> list[str]:
-    """Names of the lookups in tables of which a scale for each row would lose columns."""
-    kinds, nodes = quantized.placement.integer, quantized.body.graph.nodes
-    lookups = {node: str(parameter_name(node.args[0])) for node in nodes if kinds.get(node.name) == "embedding"}
-    lost = {name for name in set(lookups.values()) if loses_columns(get_tensor(quantized.body, name))}
-    return [node.name for node, name in lookups.items() if name in lost]
+def uneven_lookups(quantized: DynamicallyQuantized, error: OutputError) -> dict[str, str]:
+    """The lookups in tables that must stay float, see `measured_placement.uneven_tables`, each with its reason.
+
+    error: of outputs against those of the float model. The quantized model is left as it was given.
+    """
+    kinds, body = quantized.placement.integer, quantized.body
+    lookups = {n.name: str(parameter_name(n.args[0])) for n in body.graph.nodes if kinds.get(n.name) == "embedding"}
+    tables = {name: get_tensor(body, name) for name in lookups.values()}
+    uneven = {name for name, table in tables.items() if loses_columns(table)}
+    if uneven:
+        quantized.enable_(False)
+        uneven = {name for name in uneven if loses_outputs(tables[name], partial(error.of, quantized))}
+        quantized.enable_()
+    return {node: LOSES_COLUMNS for node, name in lookups.items() if name in uneven}

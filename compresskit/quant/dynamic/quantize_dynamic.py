@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import nn
 
-from compresskit.base.errors import ModelError, SettingError
+from compresskit.base.errors import SettingError
 from compresskit.base.inputs import Batches, first_and_all
 from compresskit.base.settings import check_field_types
 from compresskit.base.stage import Stage
@@ -23,9 +22,7 @@ from compresskit.quant.dynamic.placement_dynamic import DEFAULT_OPERATORS, DYNAM
 from compresskit.quant.effort.samples import OutputError, few_compared_rows, tell_of_loss
 from compresskit.quant.numerics.scheme import Scheme
 from compresskit.quant.numerics.targets import X86, Target, check_target
-from compresskit.quant.numerics.uneven_tables import LOSES_COLUMNS
 
-WORTH_A_TABLE = 3.0  # dB of the outputs that tables in float must be worth
 log = logging.getLogger(__name__)
 
 
@@ -98,14 +95,8 @@ def quantize_dynamic(
             "quantize_dynamic: %s has no output in floating point to compare; what it loses is not judged", type(model).__name__
         )
         return quantized
-    uneven = dict.fromkeys(uneven_lookups(quantized), LOSES_COLUMNS)
-    freed = quantized
-    with suppress(ModelError):  # nothing else can be rounded
-        freed = build_dynamic(model, example, floating=uneven, **vars(settings)) if uneven else quantized
-    if error.decibels(freed) >= error.decibels(quantized) + WORTH_A_TABLE:
-        quantized = freed
-    else:
-        uneven = {}
+    if uneven := uneven_lookups(quantized, error):
+        quantized = build_dynamic(model, example, floating=uneven, **vars(settings))
     noisy = noisy_lstm_layers(quantized, error.decibels)
     if noisy:
         log.warning("quantize_dynamic: left in float: %s", ", ".join(f"{name} ({reason})" for name, reason in noisy.items()))

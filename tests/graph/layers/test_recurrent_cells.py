@@ -60,7 +60,7 @@ def test_a_graph_of_cells_computes_and_trains_as_its_model(name) -> None:
         torch.testing.assert_close(values.grad, expected[parameter])
 
 
-@pytest.mark.matrix(every=2)
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", CELLS)
 @pytest.mark.parametrize("way", ["static", "dynamic"])
 def test_weights_of_cells_are_rounded_once_for_all_steps(name, way, tmp_path) -> None:

@@ -109,7 +109,7 @@ def test_a_range_that_is_written_is_no_range() -> None:
         capture(Written(), torch.randn(3, 4, 5))
 
 
-@pytest.mark.matrix(every=2)
+@pytest.mark.matrix
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize(
     "line",

@@ -34,7 +34,7 @@ def summed(policy, count, *, native=True):
     return -run.masters()[0].item()
 
 
-@pytest.mark.matrix(every=2)
+@pytest.mark.matrix
 @pytest.mark.parametrize("policy", [MASTER_BF16, SPLIT_BF16, KAHAN_BF16, PURE_BF16, FP32], ids=lambda p: p.name)
 @pytest.mark.parametrize("native", [True, False])
 def test_accumulation_is_in_fp32(policy, native) -> None:

@@ -72,7 +72,7 @@ def with_mean(rows: int) -> Tensor:
     return torch.einsum("nchw,cd->ndhw", torch.randn(rows, 16, 8, 8), mixing) + 4 * torch.randn(16, 1, 1)
 
 
-@pytest.mark.matrix(every=2)
+@pytest.mark.matrix
 @torch.no_grad()
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize(("bias", "readers"), [(True, "nothing"), (False, "norm"), (False, "nothing"), (False, "both")])

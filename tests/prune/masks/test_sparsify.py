@@ -39,7 +39,7 @@ ONE, FOUR = Train(epochs=1, optimizer=ADAM), Train(epochs=4, optimizer=ADAM)
 POLICIES = [p for p in vars(policies).values() if isinstance(p, policies.Policy) and p.name not in ("TF32", "FP8")]  # of GPUs
 
 
-@pytest.mark.matrix(every=2)
+@pytest.mark.matrix
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
 @pytest.mark.parametrize(
     "optimizer", [partial(torch.optim.SGD, lr=0.05, momentum=0.9), partial(ADAM, eps=1e-4)], ids=["sgd", "adam"]

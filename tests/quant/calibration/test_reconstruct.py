@@ -82,7 +82,7 @@ def test_every_setting_matters(settings) -> None:
     assert not torch.equal(*results)
 
 
-@pytest.mark.matrix(every=2)
+@pytest.mark.matrix
 @pytest.mark.parametrize("rows", [1, 7])
 @pytest.mark.parametrize("kind", [networks.Gate, networks.Tied, networks.Twice, networks.Preactivation, networks.Tokens])
 def test_other_networks(kind, rows) -> None:

@@ -151,7 +151,7 @@ TARGETS = {
 }
 
 
-@pytest.mark.matrix(every=2)
+@pytest.mark.matrix
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("target", TARGETS)
 def test_it_is_clipped_in_the_file_as_in_the_simulation(target, bits, tmp_path, monkeypatch) -> None:

@@ -14,10 +14,10 @@ import compresskit as ck
 from compresskit.graph.masks import Masks
 from compresskit.quant import prepare_qat, quantize_dynamic, quantize_static
 from compresskit.quant.measured_placement import latency_search
+from compresskit.quant.measured_placement.uneven_tables import loses_columns
 from compresskit.quant.numerics.bit_widths import Bits
 from compresskit.quant.numerics.dynamic_quantizers import RowQuantizer
 from compresskit.quant.numerics.targets import TENSORRT, X86_NO_VNNI
-from compresskit.quant.numerics.uneven_tables import loses_columns
 from compresskit.quant.serialize import rebuild, record
 
 

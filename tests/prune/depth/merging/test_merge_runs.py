@@ -77,7 +77,7 @@ def without_activations(model, x):
     return torch.relu(x)
 
 
-@pytest.mark.matrix(every=2)
+@pytest.mark.matrix
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_one_convolution_equals_several(sizes, bias) -> None:
