@@ -151,3 +151,8 @@ class Budgeted:
         _refuse_quantities(cls.__name__, settings, cls.quantities)
         refuse_unknown_settings(cls, args, settings, {})
         return super().__new__(cls)
+
+
+def percent_above(value: float, than: float) -> str:
+    """A fraction in percent, with as many digits as show that it is above another: 50.04% and not 50.0% above 50.0%."""
+    return next((text for digits in range(1, 9) if (text := f"{value:.{digits}%}") != f"{than:.{digits}%}"), f"{value:.9%}")

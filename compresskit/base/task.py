@@ -23,6 +23,7 @@ from compresskit.base import distributed
 from compresskit.base.distributed import loader_length, why_no_length
 from compresskit.base.errors import DataError, SettingError
 from compresskit.base.progress import Progress
+from compresskit.base.randomness import generators_kept
 from compresskit.base.settings import check_device, check_flag, check_loader
 
 Inputs = tuple[Any, ...] | dict[str, Any]
@@ -475,8 +476,9 @@ class Task:
     def example(self) -> Inputs:
         """Return the inputs of the first validation batch (without validation data, training batch), on `device`."""
         which = "train" if self.val is None and self.train is not None else "val"
-        for batch in self.batches(which):
-            return self.inputs(batch)
+        with generators_kept():  # of which a loader draws where it begins
+            for batch in self.batches(which):
+                return self.inputs(batch)
         raise DataError(f"Task({which}=...): the loader is empty")
 
 

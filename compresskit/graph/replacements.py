@@ -174,16 +174,27 @@ class Unmerged(nn.Sequential):
 
     Args:
         sources: dotted names that the layers had.
-        layers: the layers, in order.
+        layers: the layers, in order. In the place of a BatchNorm that computes an activation, too, stands one that does not.
     """
 
     def __init__(self, sources: tuple[str, ...], *layers: nn.Module) -> None:
-        super().__init__(*layers)
+        super().__init__(*map(_without_activation, layers))
         self.sources = sources
 
     def record(self) -> dict[str, Any]:
         """The names of the layers as plain data."""
         return {"kind": "unmerged", "sources": list(self.sources)}
+
+
+def _without_activation(layer: nn.Module) -> nn.Module:
+    """A BatchNorm of somebody's own class as one of torch's, with the same tensors; other layers as they are."""
+    if not isinstance(layer, nn.modules.batchnorm._BatchNorm) or type(layer).__module__.startswith("torch."):
+        return layer
+    kind = next(base for base in type(layer).__mro__ if base.__module__.startswith("torch."))
+    plain = kind(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
+    plain._parameters.update({name: layer._parameters[name] for name in plain._parameters})
+    plain._buffers.update({name: layer._buffers[name] for name in plain._buffers})
+    return plain.train(layer.training)
 
 
 class Signed(nn.Module):

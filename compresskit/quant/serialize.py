@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import CheckpointError, ModelError, SettingError, named_first_line
 from compresskit.base.task import Inputs, shapes_of
@@ -36,6 +38,9 @@ _INPUT_TYPES = """
 #: Types of inputs that a record may name; names from a file are only looked up here.
 INPUT_DTYPES: dict[str, torch.dtype] = {f"torch.{name}": getattr(torch, name) for name in _INPUT_TYPES.split()}
 
+#: What stands for indices in a record: int64 to int64, of the same shape.
+Indices = Callable[[Tensor], Tensor]
+
 FLOAT_LOOKUP = "no rule for aten.embedding.default"  # in records of before tables were rounded, of each; later of small ones
 LEAST_FILL = 1e3  # in size, of what is added to scores where nothing is to be looked at
 MAX_EXAMPLE_VALUES = 2**28  # of an example that is made from a record
@@ -55,7 +60,7 @@ def record(model: Quantized) -> dict[str, Any]:
         "origin": model.origin.to_json(),
         "target": asdict(model.target),
         "placement": model.placement.to_json(),
-        "example": _example_record(model.example),
+        "example": _example_record(model),
         "dynamic": _dynamic_record(model.dynamic),
     }
 
@@ -164,16 +169,33 @@ def _dynamic(saved: Any) -> Dynamic:
     return tuple(int(d) for d in saved)
 
 
-def _example_record(example: Inputs) -> dict[str, Any]:
+def _example_record(model: Quantized) -> dict[str, Any]:
+    """What a file keeps of the example: as little of indices as lets the model run, such as one of columns in several tables."""
+    whole = _inputs_record(model.example, lambda numbers: numbers)
+    records = (_inputs_record(model.example, indices) for indices in INDICES)
+    first = next(records)
+    return next((kept for kept in (first, *records) if kept == whole or _runs_on(model, _example(kept))), first)
+
+
+def _runs_on(model: Quantized, example: Inputs) -> bool:
+    device = next((value.device for value in model.state_dict().values()), torch.device("cpu"))
+    try:
+        check_runs(model, pytree.tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, example))
+    except ModelError:
+        return False
+    return True
+
+
+def _inputs_record(example: Inputs, indices: Indices) -> dict[str, Any]:
     if isinstance(example, dict):
-        return {"kwargs": {name: _input_record(value) for name, value in example.items()}}
-    return {"args": [_input_record(value) for value in example]}
+        return {"kwargs": {name: _input_record(value, indices) for name, value in example.items()}}
+    return {"args": [_input_record(value, indices) for value in example]}
 
 
-def _input_record(value: Any) -> dict[str, Any]:
+def _input_record(value: Any, indices: Indices) -> dict[str, Any]:
     """What a file keeps of one input, JSON-ready. Raises CheckpointError for what cannot be made again from a file."""
     if isinstance(value, Tensor) and str(value.dtype) in INPUT_DTYPES and value.layout is torch.strided:
-        values, counts = torch.unique_consecutive(_stand_in(value).flatten(), return_counts=True)
+        values, counts = torch.unique_consecutive(_stand_in(value, indices).flatten(), return_counts=True)
         return {
             "shape": list(value.shape),
             "dtype": str(value.dtype),
@@ -181,9 +203,9 @@ def _input_record(value: Any) -> dict[str, Any]:
             "counts": counts.tolist(),
         }
     if type(value) in (tuple, list):
-        return {type(value).__name__: [_input_record(v) for v in value]}
+        return {type(value).__name__: [_input_record(v, indices) for v in value]}
     if type(value) is dict and all(isinstance(name, str) for name in value):
-        return {"dict": {name: _input_record(v) for name, v in value.items()}}
+        return {"dict": {name: _input_record(v, indices) for name, v in value.items()}}
     if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
         return {"constant": value}
     kind = f"a tensor of {value.dtype}, {value.layout}" if isinstance(value, Tensor) else f"of type {type(value).__name__}"
@@ -193,13 +215,35 @@ def _input_record(value: Any) -> dict[str, Any]:
     )
 
 
-def _stand_in(value: Tensor) -> Tensor:
+def _greatest_two(numbers: Tensor, dim: int | None = None) -> Tensor:
+    """Indices of which the greatest stays where it is and the next stands for the others; along a dimension, or of all."""
+    if dim is None or numbers.ndim < max(2, -dim):
+        return _greatest_two(numbers.reshape(-1, 1), -1).reshape(numbers.shape)
+    lines = numbers.movedim(dim, 0).flatten(1)
+    greatest = lines.amax(1, keepdim=True)
+    below = lines.where(lines < greatest, lines.amin(1, keepdim=True)).amax(1, keepdim=True)
+    chosen = lines.where(lines == greatest, below)
+    return chosen.reshape(numbers.movedim(dim, 0).shape).movedim(0, dim)
+
+
+def _first_row(numbers: Tensor) -> Tensor:
+    """The first row, in the place of all."""
+    return numbers[:1].expand_as(numbers)
+
+
+#: What a file keeps of indices, the least first: of all, of each column, of each row of a table that stands on its side.
+INDICES: tuple[Indices, ...] = (_greatest_two, partial(_greatest_two, dim=-1), partial(_greatest_two, dim=-2), _first_row)
+
+
+def _stand_in(value: Tensor, indices: Indices) -> Tensor:
     """An input with the values that code depends on, as float64 or int64, and none else: they may be a user's data.
 
     Kept are masks (bools; two numbers, each row one or two runs of them, or one of them as large as what is added to scores),
     lengths and offsets (one dimension, few or in order), and a few integers. Of other indices the greatest stays where it is,
     which may be padding, and the next stands for the others, since the least may be padding, too, or a length that no model
     takes. Other integers become the greatest, other inputs 0.
+
+    indices: what is kept of indices.
     """
     if value.is_complex():
         return torch.zeros(value.shape)
@@ -211,7 +255,7 @@ def _stand_in(value: Tensor) -> Tensor:
     if is_mask or is_row or (whole and numbers.numel() <= FEW_NUMBERS):
         kept = numbers
     elif value.dtype in (torch.int32, torch.int64):  # indices; integers of fewer bits are images and recordings
-        kept = torch.where(numbers == different[-1], numbers, different[-2])
+        kept = indices(numbers)
     else:
         kept = torch.full_like(numbers, different[-1].item() if whole else 0)
     runs = len(kept.flatten().unique_consecutive())

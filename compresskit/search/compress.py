@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -51,6 +52,7 @@ from compresskit.train.train import Train
 log = logging.getLogger(__name__)
 
 SCRIPT = "recipe.py"
+SCRIPT_DIGEST = "recipe.digest"  # of the script as a search wrote it: one that somebody changed is kept
 POINTS = 100  # of an accuracy of 1
 FRACTIONS = ("classes", "boxes")  # what the metric `agreement` compares, where it is in [0, 1]
 UNIT_OF = {"latency": " ms", "bytes": " bytes", "macs": " MACs", "drop": ""}
@@ -107,6 +109,9 @@ def compress(
 
 def _compress(model: nn.Module, task: Task, budget: Ceilings, out: Path, settings: SearchSettings) -> Search:
     _check_request(model, task, budget)
+    if task.train is None and (settings.train is not None or budget.minutes is not None):
+        setting = "at_most(minutes=...)" if settings.train is None else "compress(train=...)"
+        raise SettingError(f"{setting} trains finalists, which needs Task(train=...); give it, or leave the setting out")
     import_optuna()
     train = with_objective(settings.train or Train(steps=1), model, task) if settings.train or budget.minutes else None
     preflight_check(model, task, [] if train is None else [train], dynamic=settings.dynamic)
@@ -248,8 +253,16 @@ def _holds_out_a_part(workshop: Workshop) -> bool:
 
 
 def _write_script(recipe: Recipe, out: Path, title: str) -> None:
-    with atomic(out / SCRIPT) as file:
-        file.write_text(as_script(recipe, title=title, name=SCRIPT, out="again"))
+    """Write the recipe as a script; one that somebody changed since a search wrote it is kept under another name."""
+    text, path, written = as_script(recipe, title=title, name=SCRIPT, out="again"), out / SCRIPT, out / SCRIPT_DIGEST
+    before = path.read_text() if path.exists() else text
+    if before != text and not (written.exists() and written.read_text() == short_hash(before)):
+        kept = next(name for i in count(1) if not (name := path.with_stem(f"{path.stem}-{i}")).exists())
+        path.replace(kept)
+        log.warning("compress: %s was changed by hand; it is kept as %s", path, kept.name)
+    with atomic(path) as file, atomic(written) as digest:
+        file.write_text(text)
+        digest.write_text(short_hash(text))
 
 
 def _settings(options: SearchOptions) -> SearchSettings:

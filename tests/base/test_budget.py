@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import compresskit as ck
-from compresskit.base.budget import QUANTITIES
+from compresskit.base.budget import QUANTITIES, percent_above
 from compresskit.base.errors import SettingError
 from compresskit.base.fingerprint import describe
 
@@ -112,3 +112,9 @@ def test_functions_say_the_same(function, allowed) -> None:
         with pytest.raises(SettingError, match=rf"{function.__name__}\({name}=...\): it is not a setting") as raised:
             function(**{name: 0.5})
         assert eval(str(raised.value).rpartition("budget=")[2], {"ck": ck}).quantity in allowed
+
+
+def test_percent_of_what_is_just_above_another() -> None:
+    assert percent_above(0.6, 0.5) == "60.0%"
+    assert percent_above(0.50004, 0.5) == "50.004%"
+    assert percent_above(0.5 + 1e-12, 0.5) == "50.000000000%"

@@ -252,6 +252,63 @@ def test_a_model_of_rows_with_a_mask_is_rebuilt_to_the_bit(tmp_path) -> None:
         rebuild(Masked(), saved)
 
 
+SIZES = (300, 40, 5)  # of the tables of three columns
+ROWS = torch.stack([torch.randint(0, size, (2,), generator=torch.Generator().manual_seed(i)) for i, size in enumerate(SIZES)], 1)
+
+
+class Categories(nn.Module):
+    """A table for each column, or row, of one tensor of indices."""
+
+    def __init__(self, dim: int = -1) -> None:
+        super().__init__()
+        self.dim, self.head = dim, nn.Linear(24, 3)
+        self.tables = nn.ModuleList([nn.Embedding(size, 8) for size in SIZES])
+
+    def rows(self, x):
+        return [x.select(self.dim, i) for i in range(3)]
+
+    def forward(self, x):
+        found = [table(ids) for table, ids in zip(self.tables, self.rows(x), strict=True)]
+        return self.head(torch.cat(found, -1))
+
+
+class Together(Categories):
+    """The second index is the sum of two columns."""
+
+    def rows(self, x):
+        return [x[:, 0], x[:, 0] + x[:, 1], x[:, 2]]
+
+
+@pytest.mark.parametrize(
+    ("model", "x"),
+    [
+        (Categories(), ROWS),
+        (Categories(1), ROWS[:, :, None].repeat(1, 1, 4)),
+        (Together(), torch.tensor([[0, 39, 1], [39, 0, 2], [20, 19, 3]])),
+    ],
+    ids=["columns", "columns of rows in time", "columns that go together"],
+)
+def test_indices_in_tables_of_several_sizes_are_saved(model, x, tmp_path) -> None:
+    quantized = quantize_dynamic(model.eval(), (x,), dynamic=())
+    ck.save(quantized, tmp_path)
+    again = ck.load(copy.deepcopy(model), tmp_path)
+    with torch.no_grad():
+        assert torch.equal(again(x), quantized(x))
+    if type(model) is Together:
+        assert torch.equal(again.example[0], x[:1].repeat(3, 1))  # nothing less runs
+
+
+def test_no_more_of_indices_is_saved_than_the_model_needs() -> None:
+    x = torch.randint(0, 5, (2, 9), generator=torch.Generator().manual_seed(1))
+    quantized = quantize_dynamic(nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 3)).eval(), (x,))
+    assert torch.equal(
+        rebuild(nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 3)), plain_record(quantized)).example[0], x.clamp(3)
+    )
+    many = torch.randint(0, 5, (200,), generator=torch.Generator().manual_seed(1))
+    quantized = quantize_dynamic(nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 3)).eval(), (many,), dynamic=())
+    plain_record(quantized)  # of one dimension, which has no columns
+
+
 def test_offsets_and_flags_are_saved(tmp_path) -> None:
     x = {"ids": IDS.flatten(), "where": {"offsets": torch.tensor([0, 3, 7])}, "scale": None, "double": True}
     quantized = quantize_dynamic(Bag().eval(), x, dynamic=())

@@ -100,6 +100,22 @@ def test_the_written_recipe_runs_in_a_process_of_its_own(optimizer, tmp_path, mo
     assert (out / "again" / "model.onnx").read_bytes() == trained.read_bytes()
 
 
+@pytest.mark.usefixtures("by_formula")
+def test_a_recipe_that_somebody_changed_is_kept(model, task, tmp_path, caplog) -> None:
+    def search(size: str) -> str:
+        return ck.compress(model, task, ck.at_most(bytes=size), out=tmp_path, **QUICK).code.read_text()
+
+    first, second = search("2x"), search("1.9x")
+    assert "2x" in first.splitlines()[0] != second.splitlines()[0]
+    search("1.9x")
+    assert not (tmp_path / "recipe-1.py").exists()
+    for number in (1, 2):
+        (tmp_path / "recipe.py").write_text(f"{second}# {number}")
+        assert search("1.9x") == second
+        assert (tmp_path / f"recipe-{number}.py").read_text() == f"{second}# {number}"
+        assert f"recipe.py was changed by hand; it is kept as recipe-{number}.py" in caplog.text
+
+
 def test_a_function_that_no_written_recipe_can_have_is_refused(model, task, tmp_path) -> None:
     def adam(parameters):
         return torch.optim.Adam(parameters)
@@ -108,6 +124,20 @@ def test_a_function_that_no_written_recipe_can_have_is_refused(model, task, tmp_
         adam.__module__, adam.__qualname__ = module, name
         with pytest.raises(ck.SettingError, match=r"cannot be imported, so that no recipe can be written with it"):
             ck.compress(model, task, ck.at_most(bytes="2x"), out=tmp_path, train=ck.Train(steps=1, optimizer=adam), **QUICK)
+
+
+@pytest.mark.parametrize(
+    ("budget", "train", "named"),
+    [
+        (ck.at_most(bytes="2x", minutes="2s"), None, r"at_most\(minutes=...\)"),
+        (ck.at_most(bytes="2x"), ck.Train(steps=1), "train="),
+    ],
+)
+def test_a_training_without_data_to_train_on_is_refused(budget, train, named, model, task, tmp_path) -> None:
+    unlabelled = ck.Task(calibration=[x for x, _ in task.train], val=task.val)
+    with pytest.raises(ck.SettingError, match=named + r".* trains finalists, which needs Task\(train=...\)"):
+        ck.compress(model, unlabelled, budget, out=tmp_path / "s", train=train, **QUICK)
+    assert not (tmp_path / "s").exists()
 
 
 @pytest.mark.parametrize(("train", "shown"), [(None, {""}), (ck.Train(epochs=1), {"0", "1"})], ids=["not trained", "trained"])

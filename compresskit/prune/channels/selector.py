@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from compresskit.base.budget import Budget
+from compresskit.base.budget import Budget, percent_above
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.task import Inputs
 from compresskit.graph.surgery import copy_model
@@ -146,7 +146,8 @@ class ChannelSelector:
     def _counted_plan(self) -> Plan:
         plan, reached = self._plan_for(self.budget.kept)
         if reached > self.budget.kept * (1 + 1e-9):
-            raise ModelError(f"{self._wish()}, only {reached:.1%} can be reached{self._reasons()}{self._finer()}")
+            least = percent_above(reached, self.budget.kept)
+            raise ModelError(f"{self._wish()}, only {least} can be reached{self._reasons()}{self._finer()}")
         return plan
 
     def _finer(self) -> str:

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from torch import Tensor, nn
 
-from compresskit.base.budget import Budget, Quantity, check_budget, takes_budget
+from compresskit.base.budget import Budget, Quantity, check_budget, percent_above, takes_budget
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.inputs import AnyInputs, as_inputs, calibration_inputs
 from compresskit.base.progress import progress_bar
@@ -49,9 +49,10 @@ def plan_blocks(
 ) -> BlockPlan:
     """Decide which residual blocks to remove. The model is not changed: `BlockPlan.apply_` does that.
 
-    Again and again the block goes whose importance is lowest for what it costs, with the importances measured anew. The plan is
-    proved on a copy: without the blocks the model gives what it gives with their branches at zero. A norm between a block's input
-    and its output, as in BERT, goes with it.
+    Again and again the block goes whose importance is lowest for what it costs, with the importances measured anew, until the
+    budget is met; those without which it is met all the same stay after all. The plan is proved on a copy: without the blocks the
+    model gives what it gives with their branches at zero. A norm between a block's input and its output, as in BERT, goes with
+    it.
 
     Args:
         model: a float model. example: its inputs, a tensor or a tuple or mapping of inputs.
@@ -216,7 +217,7 @@ class _Planner:
         return outermost(tuple(scores))
 
     def chosen(self, budget: Budget | None, count: int) -> tuple[str, ...]:
-        """Blocks in the order of their removal, until the budget is met by counting, or until `count` are removed."""
+        """Blocks in the order of their removal, as many as meet the budget by counting, or `count` of them."""
         removed: tuple[str, ...] = ()
         with progress_bar(total=count or None, desc="choose blocks", unit="block") as bar:
             while len(removed) < count if budget is None else self._kept(removed, budget) > budget.kept * (1 + 1e-9):
@@ -225,6 +226,14 @@ class _Planner:
                     raise ModelError(self._refusal(budget, count, removed))
                 removed = outermost((*removed, step))
                 bar.update()
+        return removed if budget is None else self._needed(removed, budget)
+
+    def _needed(self, removed: tuple[str, ...], budget: Budget) -> tuple[str, ...]:
+        """Removed blocks without those that may stay after all, since later ones save more; the most important stay first."""
+        for path in sorted(removed, key=lambda each: self.lines[each].importance, reverse=True):
+            fewer = tuple(other for other in removed if other != path)
+            if self._kept(fewer, budget) <= budget.kept * (1 + 1e-9):
+                removed = fewer
         return removed
 
     def _next(self, removed: tuple[str, ...]) -> str | None:
@@ -289,7 +298,9 @@ class _Planner:
 
     def _refusal(self, budget: Budget | None, count: int, removed: tuple[str, ...]) -> str:
         wish = f"{count} blocks to remove" if budget is None else f"{budget.kept:.1%} of the {budget.quantity}"
-        reached = f"there are only {len(removed)}" if budget is None else f"only {self._kept(removed, budget):.1%} can be reached"
+        reached = f"there are only {len(removed)}"
+        if budget is not None:
+            reached = f"only {percent_above(self._kept(removed, budget), budget.kept)} can be reached"
         some = [f"{path}: {reason}" for path, reason in list(self.found.locked.items())[:MOST_LOCKED]]
         return f"{type(self.model).__name__}: wanted {wish}, {reached}; locked: {'; '.join(some) or 'none'}; ask for less"
 

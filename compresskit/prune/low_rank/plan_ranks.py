@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from compresskit.base.budget import Budget, Quantity, check_budget, takes_budget
+from compresskit.base.budget import Budget, Quantity, check_budget, percent_above, takes_budget
 from compresskit.base.errors import CheckpointError, DataError, ModelError, SettingError, named_first_line
 from compresskit.base.files import sealed, unsealed
 from compresskit.base.inputs import AnyInputs, as_inputs, call_checked, each_inputs
@@ -194,10 +194,10 @@ def plan_ranks(
     total = whole if budget.quantity == "macs" else count_parameters(model)
     chosen, left = _select({name: found for name, found in options.items() if found}, float(total), budget.kept)
     if left > budget.kept * total * (1 + 1e-9):
-        some = [f"{name}: {reason}" for name, reason in list(locked.items())[:MOST_WHOLE_LAYERS]]
+        least, whole_layers = percent_above(left / total, budget.kept), [f"{name}: {why}" for name, why in locked.items()]
         raise ModelError(
-            f"{type(model).__name__}: wanted {budget.kept:.1%} of the {budget.quantity}, only {left / total:.1%} can be reached"
-            f" by low rank; whole layers: {'; '.join(some) or 'none'}; ask for less, or remove channels with Prune"
+            f"{type(model).__name__}: wanted {budget.kept:.1%} of the {budget.quantity}, only {least} can be reached by low rank;"
+            f" whole layers: {'; '.join(whole_layers[:MOST_WHOLE_LAYERS]) or 'none'}; ask for less, or remove channels with Prune"
         )
     seen = {name: statistics[name].rows if name in statistics else 0 for name in chosen} if batches is not None else {}
     lines = [_line(name, *layers[name], option, seen.get(name)) for name, option in chosen.items()]

@@ -61,7 +61,7 @@ log = logging.getLogger(__name__)
 IDENTITY, FIGURES, ORDER, LATENCY = "search.json", "figures.json", "order.json", "latency.json"
 PART, ON_PART, STATISTICS = "part.json", "figures-{}.json", "statistics-{}.json"  # of the held-out samples, and named by them
 DIRECTION = "higher_is_better"  # the part of a task
-FOLDER_VERSION = 11  # another where candidates of one name are made or judged in another way
+FOLDER_VERSION = 12  # another where candidates of one name are made or judged in another way
 CANDIDATES, DENSE = "candidates", "uncompressed"
 NAME_DIGITS = 8  # of a hash of settings in the name of a file or folder
 #: What the plan of named blocks says of them, which nobody reads here; by default that is measured, block by block.
@@ -382,7 +382,8 @@ class Workshop:
         task = with_reference(self.held, self.model)
         with timing_alone() if candidate.effort != "fast" else nullcontext():  # it may time placements
             for i, stage in enumerate(stages[done:], done):
-                seed_generators_(self.seed + i, self.task.train, self.task.calibration)
+                seeded = (self.task.train, self.task.val, self.task.calibration)
+                seed_generators_(self.seed + i + 1, *seeded)  # as a run, whose step 0 is the incoming model
                 model = run_stage(stage, model, task)
                 self.beginnings.keep(stages[: i + 1], model)
         return model

@@ -107,6 +107,26 @@ def test_budgets_are_met(quantity, kept) -> None:
         assert "of the dense one" in plan.note
 
 
+def test_a_block_stays_where_a_later_one_meets_the_budget_alone() -> None:
+    model = build(ResNet)  # every block of the second layer holds four times what one of the first does
+    worth = {"layer1.0": 0.1, "layer1.1": 0.2, "layer2.1": 8.0}
+
+    def importances(scoring):
+        return {block.path: worth.get(block.path, 99.0) for block in scoring.blocks}
+
+    counted = {path: sum(p.numel() for p in model.get_submodule(path).parameters()) for path in worth}
+    whole = ck.count_parameters(model)
+
+    def planned(saved: int) -> tuple[str, ...]:
+        budget = ck.keep(parameters=1 - saved / whole)
+        return plan_blocks(model, image(2), budget, importance=importances, cost=costs.parameters).paths
+
+    assert planned(counted["layer1.0"]) == ("layer1.0",)
+    assert planned(counted["layer2.1"]) == ("layer2.1",)
+    assert planned(counted["layer2.1"] + 1) == ("layer1.0", "layer2.1")  # of two that would do the less important
+    assert planned(counted["layer2.1"] + counted["layer1.0"] + 1) == ("layer1.0", "layer1.1", "layer2.1")
+
+
 def test_a_latency_is_measured() -> None:
     plan = plan_blocks(build(Mobile), image(2), ck.keep(latency=0.95), importance=importance.influence)
     assert "in ONNX Runtime" in plan.note

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 
+import networks
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import compresskit as ck
 from compresskit.base.files import write_json
 from compresskit.export.files import DiskError
-from compresskit.search.candidate import Candidate
+from compresskit.search.candidate import Candidate, Removable
 from compresskit.search.figures import Figures
 from compresskit.search.proxy.held_out import held_out
 from compresskit.search.proxy.workshop import Workshop
@@ -78,6 +79,20 @@ def test_what_was_measured_in_a_folder_is_found_as_it_would_be_made_now(tmp_path
     assert set(shop.measured()) == {*alike, *placed}
     assert set(trained.measured()) == {*alike, placed[0]}
     assert set(replace(shop, saves="bytes").measured()) == {*alike, placed[0]}  # blocks go in another order
+
+
+def test_a_candidate_is_to_the_bit_what_its_recipe_makes_of_shuffled_data(tmp_path) -> None:
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(96, 3, 16, 16), torch.arange(96) % 4)
+    task = ck.Task(train=DataLoader(data, 8, shuffle=True), val=DataLoader(data, 32))
+    model = networks.build(networks.WideChain)
+    settings = {"samples": 16, "batch": 1, "threads": 1, "seconds": 0.02, "seed": 3, "target": ck.quant.X86}
+    shop = Workshop(model=model, task=task, held=held_out(task, 512, (0,), model), out=tmp_path, **settings)
+    made, _ = shop.compressed(Candidate(macs=0.5), Removable(), shop.samples)
+    run = ck.Recipe(*shop.stages(Candidate(macs=0.5), Removable()), seed=shop.seed).run(model, task, out=tmp_path / "run")
+    ran = run.model.state_dict()
+    assert made.state_dict().keys() == ran.keys()
+    assert all(torch.equal(value, ran[name]) for name, value in made.state_dict().items())
 
 
 def test_each_process_counts_and_times_the_same_of_shuffled_data() -> None:

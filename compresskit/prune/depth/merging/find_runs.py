@@ -150,11 +150,12 @@ class _Finder:
             return None
         path = "" if norm is None else self._owner(norm.args[3])
         read = next((node for node in (*way, value) if len(node.users) > 1), None)
-        module = "" if activation is None else self._module_of(activation)
-        names = [self.layers[value], *([path] if norm is not None else []), *([module] if module else [])]
+        module = "" if activation is None else self._module_of(activation, path)
+        where = _path_of(activation) if activation is not None and module else ""
+        names = [self.layers[value], *([path] if norm is not None else []), *([where] if where else [])]
         reason = "" if read is None else f"the value of {read.name} is read in {len(read.users)} places"
         reason = reason or self._layer_reason(self.layers[value]) or self._layer_reason(self.layers[second])
-        reason = reason or ("" if norm is None else self._norm_reason(norm, path))
+        reason = reason or ("" if norm is None else self._norm_reason(norm, path, with_activation=bool(path) and module == path))
         reason = reason or (self._ignored(module) if module else "") or self._hooks(names, self.layers[second])
         return _Link(first=value, second=second, norm=path, activation=activation, module=module, reason=reason)
 
@@ -196,9 +197,14 @@ class _Finder:
         assert isinstance(layer, Convolution)
         return layer
 
-    def _module_of(self, activation: Node) -> str:
-        """Dotted name of the module that is this activation and nothing else; "" where there is none."""
+    def _module_of(self, activation: Node, norm: str) -> str:
+        """Dotted name of the module that is this activation and nothing else; "" where there is none.
+
+        norm: dotted name of the BatchNorm before it, "" where there is none; its own where that computes the activation, too.
+        """
         path = _path_of(activation)
+        if norm and stands_in(path, [norm]):
+            return norm
         module = self.modules.get(path)
         alone = module is not None and not [*module.children()] and self.operators[path] == 1 and self.names[id(module)] == 1
         return path if path and alone else ""
@@ -220,11 +226,14 @@ class _Finder:
             return f"{path} pads one side more than the other"
         return self._sharing(path) or self._ignored(path)
 
-    def _norm_reason(self, norm: Node, path: str) -> str:
+    def _norm_reason(self, norm: Node, path: str, *, with_activation: bool) -> str:
         module = self.modules.get(path)
         plain = isinstance(module, nn.modules.batchnorm._BatchNorm)
         if not plain or parameter_name(norm.args[3]) is None or norm.args[5]:
             return "its BatchNorm is no module with running statistics"
+        operators = sum(count for name, count in self.operators.items() if stands_in(name, [path]))
+        if operators > 1 + with_activation:
+            return f"{path}, of the class {type(module).__name__}, computes more than a BatchNorm and an activation"
         return self._sharing(path) or self._ignored(path)
 
     def _sharing(self, path: str) -> str:

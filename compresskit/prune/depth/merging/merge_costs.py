@@ -64,9 +64,9 @@ def _apart(model: nn.Module, run: ConvolutionRun) -> nn.Sequential:
     parts: list[nn.Module] = []
     for layer, norm, activation in zip(run.layers, (*run.norms, ""), (*run.activations, None), strict=True):
         parts += [model.get_submodule(path) for path in (layer, norm) if path]
-        if activation:
+        if activation and activation != norm:
             parts.append(model.get_submodule(activation))
-        elif activation is not None and run.stays:
+        elif activation == "" and run.stays:
             parts.append(nn.ReLU())  # what is called in code is one, or a ReLU6, which takes as long
     return nn.Sequential(*parts)
 

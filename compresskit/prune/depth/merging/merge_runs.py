@@ -31,6 +31,7 @@ class ConvolutionRun:
 
     layers: their dotted names, in order. norms: the BatchNorm behind each but the last; "" where there is none.
     activations: the activation behind each but the last, as the dotted name of its module, which goes; "" where there is none.
+        Where the BatchNorm computes it, too, as timm's do, its name.
     stays: names of operators such as "relu" that are called in code, or by a module that serves other places too. They stay
         where they are, and from then on read what the run reads, of which they change nothing.
     shrunk: layers that become 1x1, so that the one kernel grows less.
@@ -61,7 +62,7 @@ class ConvolutionRun:
     @property
     def emptied(self) -> tuple[str, ...]:
         """Dotted names of the modules that do nothing afterwards."""
-        return (*self.sources[:-1], *(name for name in self.activations if name))
+        return tuple(dict.fromkeys((*self.sources[:-1], *filter(None, self.activations))))
 
 
 def geometry_of_layer(layer: Convolution) -> Geometry:

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from torch import Tensor, nn
 
-from compresskit.base.budget import Budget, Quantity, check_budget, takes_budget
+from compresskit.base.budget import Budget, Quantity, check_budget, percent_above, takes_budget
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.inputs import AnyInputs, as_inputs, calibration_inputs
 from compresskit.base.task import Inputs, Task
@@ -137,13 +137,13 @@ def rank_runs(model: nn.Module, task: Task, *, samples: int = 256, least: float 
     inputs = task.example()
     one = timed_rows(model, inputs)
     found = find_runs(model, inputs)
+    found = found.without(runs_that_cannot_go(model, found, inputs))
     if not found.runs:
         return ()
     heavy = -MOST_MORE_MACS * count_macs(model, one)
     light = {name: found.runs[name] for name, macs in saved_macs(model, one, found.runs).items() if macs >= heavy}
     saved = saved_milliseconds(model, one, light) if light else {}
     found = found.without({name: "it saves too little" for name in found.runs if saved.get(name, least) <= least})
-    found = found.without(runs_that_cannot_go(model, found, inputs))
     most = least_important(found.runs, saved, saved) or ()  # importance is measured of those that save most together
     faster = {name: found.runs[name] for name in most}
     if not faster:
@@ -247,7 +247,8 @@ class _MergePlanner:
         names = least_important(self.faster, self.importances, saved, needed=before * budget.removed)
         if names is None:
             most = least_important(self.faster, self.importances, saved) or ()
-            reached = f"only {1 - sum(saved[name] for name in most) / before:.1%} can be reached"
+            left = percent_above(1 - sum(saved[name] for name in most) / before, budget.kept)
+            reached = f"only {left} can be reached"
             raise ModelError(self._refusal(f"{budget.kept:.1%} of the {budget.quantity}", reached))
         return self._plan(names)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import re
 
 import pytest
@@ -17,6 +18,8 @@ from compresskit.graph.replacements import Merged, Unmerged
 from compresskit.graph.surgery import restructure_, structure
 from compresskit.prune.depth import merge_, plan_merges
 from compresskit.prune.depth.merging import find_runs
+
+plan_merges_module = importlib.import_module("compresskit.prune.depth.merging.plan_merges")
 
 
 def equal_costs(model, example, runs):
@@ -267,6 +270,77 @@ def test_what_cannot_be_merged_is_named_with_its_reason(change) -> None:
     assert name not in found.runs
     assert change is parametrized or re.search(reason, found.locked[name])
     assert "blocks.2.0 + blocks.2.3" in found.runs
+
+
+class NormAndActivation(nn.BatchNorm2d):
+    """A BatchNorm that computes the activation behind it, too, as those of timm do."""
+
+    def __init__(self, channels: int, inside: bool, twice: float = 1.0) -> None:
+        super().__init__(channels)
+        self.act, self.twice = nn.ReLU6() if inside else F.silu, twice
+
+    def forward(self, x):
+        y = self.act(super().forward(x))
+        return y if self.twice == 1 else self.twice * y
+
+
+def with_activations(model: nn.Module, inside: bool, twice: float = 1.0) -> nn.Module:
+    """The network with each BatchNorm before a ReLU6 and an activation of it as one module. inside: a module of its own."""
+    for block in model.blocks:
+        for place in (1, 4):
+            made = NormAndActivation(block[place].num_features, inside, twice).eval()
+            made.load_state_dict(block[place].state_dict(), strict=False)
+            block[place], block[place + 1] = made, nn.Identity()
+    return model
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["a module inside", "in code"])
+def test_a_norm_that_computes_its_activation(inside) -> None:
+    plain, x = build(Narrow), image(2)
+    model = with_activations(copy.deepcopy(plain), inside)
+    merged = plan_merges(model, x, runs=("blocks.1.0 + blocks.1.3 + blocks.1.6",), cost=equal_costs).apply_(copy.deepcopy(model))
+    alike = plan_merges(plain, x, runs=("blocks.1.0 + blocks.1.3 + blocks.1.6",), cost=equal_costs).apply_(copy.deepcopy(plain))
+    values = torch.randn(2, 4, 16, 16)
+    torch.testing.assert_close(merged.blocks[1](values), alike.blocks[1](values))
+    apart = plan_merges(model, x, runs=("blocks.1.0 + blocks.1.3",), cost=equal_costs)
+    gathered = apart.apply_(copy.deepcopy(model), merge=False)
+    made = next(module for module in gathered.modules() if isinstance(module, Unmerged))
+    assert [type(layer) for layer in made] == [nn.Conv2d, nn.BatchNorm2d, nn.Conv2d]
+    assert not made[1].training
+    restructure_(model, structure(gathered))
+    model.load_state_dict(gathered.state_dict())
+    torch.testing.assert_close(model(*x), gathered(*x))
+    torch.testing.assert_close(merge_(gathered)(*x), model(*x))
+
+
+def test_a_norm_that_computes_more_and_a_hook_inside_of_one() -> None:
+    model = with_activations(build(Narrow), True, twice=2.0)
+    assert "blocks.1.0 + blocks.1.3" not in find_runs(model, image(2)).runs
+    model = with_activations(build(Narrow), True)
+    model.blocks[1][1].act.register_forward_hook(lambda *_: None)
+    assert find_runs(model, image(2)).locked["blocks.1.0 + blocks.1.3"] == "blocks.1.1.act has hooks; remove them first"
+
+
+class Reading(nn.Module):
+    """Code that reads an attribute of a layer of the run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.act, self.b = nn.Conv2d(3, 4, 3, padding=1), nn.ReLU6(), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x):
+        y = self.act(self.a(x))
+        return self.b(y * 1 if y.shape[1] != self.a.out_channels else y)
+
+
+def test_runs_whose_layers_the_code_reads_are_not_ranked(monkeypatch) -> None:
+    model = nn.Sequential(Reading(), nn.MaxPool2d(2), nn.Conv2d(4, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1)).eval()
+    task = ck.Task(train=[(*image(4), torch.zeros(4).long())], val=[(*image(4), torch.zeros(4).long())])
+    plan = plan_merges(model, image(2), runs=1, cost=equal_costs)
+    assert plan.locked["0.a + 0.b"].startswith("the model does not run without it: AttributeError")
+    monkeypatch.setattr(plan_merges_module, "saved_macs", equal_costs)
+    monkeypatch.setattr(plan_merges_module, "saved_milliseconds", equal_costs)
+    assert plan_merges_module.rank_runs(model, task, samples=4) == ("2 + 4",)
 
 
 def test_an_activation_in_code_that_would_change_its_new_input() -> None:
