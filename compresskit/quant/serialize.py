@@ -22,12 +22,12 @@ from compresskit.graph.surgery import restructure_
 from compresskit.quant.accuracy_target.mixed_model import rebuild_mixed
 from compresskit.quant.build import build_quantized
 from compresskit.quant.dynamic.insert_dynamic import build_dynamic
-from compresskit.quant.dynamic.placement_dynamic import zeros_as_recorded
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.bit_widths import TARGET_BITS, bits_from_record
 from compresskit.quant.numerics.observers import MinMax
 from compresskit.quant.numerics.scheme import Scheme
 from compresskit.quant.numerics.targets import Support, Target
+from compresskit.quant.passes.coverage import reasons_as_recorded
 from compresskit.quant.passes.prepare_graph import MeasuredPlacement, Remedy
 from compresskit.quant.weight_only.weight_model import WeightQuantized, rebuild_weights
 
@@ -85,14 +85,14 @@ def rebuild(model: nn.Module, saved: dict[str, Any]) -> Quantized:
         skip, floating, dynamic = tuple(origin["skip"]), dict(origin.get("floating", {})), _dynamic(saved["dynamic"])
         bits = bits_from_record(origin["bits"]) if "bits" in origin else TARGET_BITS
         merges = tuple(MergedLayer(*map(str, merge)) for merge in origin.get("merges", ()))
-        zeros = {str(name): str(reason) for name, reason in placement["floating"].items()}
+        reasons = {str(name): str(reason) for name, reason in placement["floating"].items()}
         groups = {str(point["node"]): int(point["group"]) for point in placement["points"]}
     except (KeyError, TypeError, ValueError, AttributeError, SettingError) as error:
         raise CheckpointError(
             f"not the record of a quantized model: {type(error).__name__} {error}; save the model again"
         ) from None
     settings: dict[str, Any] = {"skip": skip, "dynamic": dynamic, "merges": merges}
-    with zeros_as_recorded(zeros), _names_the_example(model, example):
+    with reasons_as_recorded(reasons), _names_the_example(model, example):
         quantized: Quantized
         if "mixed" in origin:
             quantized = rebuild_mixed(model, example, origin, target, floating=floating, **settings)
@@ -104,7 +104,7 @@ def rebuild(model: nn.Module, saved: dict[str, Any]) -> Quantized:
                 example,
                 target,
                 MinMax,
-                floating=floating | {name: reason for name, reason in zeros.items() if reason == FLOAT_LOOKUP},
+                floating=floating | {name: reason for name, reason in reasons.items() if reason == FLOAT_LOOKUP},
                 bits=bits,
                 share=lambda _, placed, __: placed.with_groups(groups),
                 **settings,

@@ -12,9 +12,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +27,7 @@ from compresskit.graph.recurrent import OPERATORS
 from compresskit.graph.surgery import get_tensor
 from compresskit.quant.numerics.operators import OPERATOR_KINDS, is_float_tensor
 from compresskit.quant.numerics.targets import Target
-from compresskit.quant.passes.coverage import layer_costs
+from compresskit.quant.passes.coverage import ONCE, computed_once, costs_of_runs, stayed_float
 from compresskit.quant.passes.placement import Placement, QuantizationPoint
 
 #: ATen operator -> its kind in dynamic quantization.
@@ -50,25 +48,8 @@ UNSUPPORTED = {
     "conv_transpose": "ONNX Runtime has no dynamic integer kernel for transposed convolutions",
     "batch_norm": "it could not be folded into the layer before it",
 }
+STORED_KINDS = ("embedding", "gru", "rnn")  # whose weights are stored in integers, and decoded for a computation in float
 ALL_ZERO = "its weights are all zero"
-#: Names of the nodes that a record left float for their zeros, while a model is built again from it; else None.
-_recorded_zeros: ContextVar[frozenset[str] | None] = ContextVar("_recorded_zeros", default=None)
-
-
-@contextmanager
-def zeros_as_recorded(floating: Mapping[str, str]) -> Iterator[None]:
-    """Let `place_dynamic`, inside the block, read in a record which weights are all zero, and not look at those of the model.
-
-    Of a model that is built again, weights are loaded later: cut ones are zeros until then, those of a new head may be, and those
-    that were all zero may be others.
-
-    floating: of the recorded placement, the nodes that stayed float, each with its reason.
-    """
-    token = _recorded_zeros.set(frozenset(name for name, reason in floating.items() if reason == ALL_ZERO))
-    try:
-        yield
-    finally:
-        _recorded_zeros.reset(token)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,11 +120,14 @@ def place_dynamic(
     decoded: dict[str, str] = {}
     stays_float: dict[str, str] = {}
     points: dict[Node, QuantizationPoint] = {}
+    once = {node for node in computed_once(module.graph) if DYNAMIC_KINDS.get(node.target) not in STORED_KINDS}
     for node in module.graph.nodes:
         if node.op != "call_function" or not is_float_tensor(node) or node.target is operator.getitem:
             continue
         kind = DYNAMIC_KINDS.get(node.target)
         reason = _reason_for_float(module, node, kind, operators, skip, floating or {})
+        if node in once and reason is None:
+            reason = ONCE
         if reason is not None:
             stays_float[node.name] = reason
             continue
@@ -168,7 +152,7 @@ def place_dynamic(
         floating=stays_float,
         points=tuple(points.values()),
         layers=named,
-        costs=layer_costs(module.graph),
+        costs=costs_of_runs(module.graph, once),
     )
 
 
@@ -203,9 +187,9 @@ def _reason_for_float(
         return _reason_without_matrix(node)
     if kind == "conv" and node.target is aten.conv3d.default:
         return "ONNX Runtime has no integer kernel for three-dimensional convolutions"
-    recorded = _recorded_zeros.get()
+    recorded = stayed_float(node, ALL_ZERO)
     if recorded is not None:
-        return ALL_ZERO if node.name in recorded else None
+        return ALL_ZERO if recorded else None
     return None if bool(get_tensor(module, str(parameter_name(weight))).any()) else ALL_ZERO
 
 

@@ -1,18 +1,52 @@
-"""How much of a model runs in integers: the fraction of its layers, parameters and multiply-accumulates (MACs)."""
+"""How much of a model runs in integers: the fraction of its layers, parameters and multiply-accumulates (MACs).
+
+What reads stored tensors alone counts no MACs: a runtime computes it once, when it loads a file.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from compresskit.graph.capture import parameter_name
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor
 from compresskit.quant.numerics.operators import LAYER_KINDS, OPERATOR_KINDS
+
+ONCE = "it reads stored tensors alone: a runtime computes it once, when it loads the file"
+MOST_ONCE = 0.1  # of the parameters of all layers, in layers that are computed once: more are worth their bytes in integers
+_CREATED = {"aten::arange", "aten::linspace", "aten::full", "aten::zeros", "aten::ones", "aten::eye"}
+#: What a record says of nodes that stay float, by their names, while a model is built again from it; else None.
+_recorded: ContextVar[Mapping[str, str] | None] = ContextVar("_recorded", default=None)
+
+
+@contextmanager
+def reasons_as_recorded(floating: Mapping[str, str]) -> Iterator[None]:
+    """Let placements, inside the block, read in a record what depends on the values of weights, or on rules it may be older than.
+
+    Of a model that is built again, weights are loaded later: cut ones are zeros until then, those of a new head may be, and those
+    that were all zero may be others.
+
+    floating: of the recorded placement, the nodes that stayed float, each with its reason.
+    """
+    token = _recorded.set(floating)
+    try:
+        yield
+    finally:
+        _recorded.reset(token)
+
+
+def stayed_float(node: Node, reason: str) -> bool | None:
+    """Whether a node stayed float for a reason, by the record that a model is built again from; None outside of that."""
+    recorded = _recorded.get()
+    return None if recorded is None else recorded.get(node.name) == reason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +80,36 @@ class Coverage:
 def layer_costs(graph: fx.Graph) -> dict[str, LayerCost]:
     """Parameters and MACs of each layer of a captured graph, by the name of its node."""
     return {n.name: _layer_cost(graph, n) for n in graph.nodes if OPERATOR_KINDS.get(n.target) in LAYER_KINDS and "val" in n.meta}
+
+
+def computed_once(graph: fx.Graph) -> set[Node]:
+    """The nodes that read stored tensors alone, or ones that the code creates, such as layers over a grid of coordinates.
+
+    None where the layers among them hold more than a tenth of the parameters: integers save their bytes.
+    """
+    found: set[Node] = set()
+    for node in graph.nodes:
+        read = node.all_input_nodes
+        if node.op == "get_attr":
+            found.add(node)
+        elif node.op == "call_function" and found.issuperset(read):
+            created = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _CREATED
+            if read or created:
+                found.add(node)
+    computed = {node for node in found if node.op == "call_function"}
+    if not any(OPERATOR_KINDS.get(node.target) in LAYER_KINDS for node in computed):
+        return set()
+    costs = layer_costs(graph)
+    inside = sum(costs[node.name].parameters for node in computed if node.name in costs)
+    if inside > MOST_ONCE * sum(cost.parameters for cost in costs.values()) and _recorded.get() is None:
+        return set()
+    return {node for node in computed if stayed_float(node, ONCE) is not False}
+
+
+def costs_of_runs(graph: fx.Graph, once: Collection[Node]) -> dict[str, LayerCost]:
+    """Parameters and MACs of each layer, by the name of its node. once: nodes that a runtime computes once, of no MACs."""
+    names = {node.name for node in once}
+    return {name: replace(cost, macs=0) if name in names else cost for name, cost in layer_costs(graph).items()}
 
 
 def _layer_cost(graph: fx.Graph, node: Node) -> LayerCost:

@@ -29,7 +29,7 @@ from compresskit.graph.rewrites.stored_products import why_no_linear
 from compresskit.quant.numerics.bit_widths import TARGET_BITS, BitWidths, bits_of_layer
 from compresskit.quant.numerics.operators import OPERATOR_KINDS, bounds, fusible, is_float_tensor, is_global, keeps_grid
 from compresskit.quant.numerics.targets import Target
-from compresskit.quant.passes.coverage import Coverage, LayerCost, coverage_of, layer_costs
+from compresskit.quant.passes.coverage import ONCE, Coverage, LayerCost, computed_once, costs_of_runs, coverage_of
 
 MOST_BENT = 20_000  # weights of a convolution that is given twice or thrice the filters, for the size of the file
 LEAST_OF_WEIGHTS = 0.02  # of the bytes of all weights, by a table of rows that are looked up in integers
@@ -171,6 +171,7 @@ class _Placer:
         modules = {s for s in skip if any(stands_in(path, [s]) for path in paths)}
         self.unrounded = {node for node in graph.nodes if node.name in skip and node.name not in modules}
         self.read_in_integers = self._read_in_integers()
+        self.once = computed_once(graph)
 
     def run(self, bits: BitWidths) -> Placement:
         for node in self.graph.nodes:
@@ -203,7 +204,7 @@ class _Placer:
             points=tuple(points),
             lookups={lookup.name: "" if layer is None else layer.name for lookup, layer in lookups.items()},
             layers=named,
-            costs=layer_costs(self.graph),
+            costs=costs_of_runs(self.graph, self.once),
         )
 
     def _visit(self, node: Node) -> None:
@@ -238,6 +239,8 @@ class _Placer:
     def _reason_to_stay_float(self, node: Node, kind: str) -> str | None:
         if (chosen := self._chosen(node)) is not None:
             return chosen
+        if node in self.once:
+            return ONCE
         if kind == "unknown":
             return f"no rule for {node.target}"
         if kind not in self.target.operators:
