@@ -37,14 +37,13 @@ from compresskit.quant.passes.insert import stored_roundings
 from compresskit.quant.passes.lower_to_onnx import deploy
 from compresskit.quant.passes.placement import Placement
 from compresskit.quant.passes.prepare_graph import Origin
-from compresskit.quant.passes.quantizer_names import quantizers_of
+from compresskit.quant.passes.quantizer_names import check_reached, quantizers_of
 from compresskit.quant.passes.rounding_boundaries import nudge_scales_
 from compresskit.quant.passes.unfold_batchnorm import UnfoldedLayer, conv_bn_layers, fold_conv_bn_, unfold_batchnorm_, units_of
 
 #: Entries of the state dict of a model that is trained: switches of observers and of BatchNorm statistics, ends of ranges.
 OBSERVING, TRACKING, ENDS = "qat_observing", "qat_tracking", "qat_ends"
 log = logging.getLogger(__name__)
-
 CALIBRATION_BYTES = 2**24  # of the largest activation that calibration computes at once
 
 
@@ -246,6 +245,7 @@ class Quantized(QuantizedModule):
                 for rows in self._split_batch(inputs) if through is None else [inputs]:
                     call_checked(model, rows, "calibration data")
         self.observe_(False)
+        check_reached(self.body, self.placement.layers)
         for quantizer in self.activation_quantizers():
             quantizer.freeze_range_(checked=True)
         self.fit_weight_scales_()

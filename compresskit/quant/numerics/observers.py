@@ -97,6 +97,11 @@ class _Extremes:
         return over_ranks(low, dist.ReduceOp.MIN), over_ranks(high, dist.ReduceOp.MAX)
 
 
+def has_seen_nothing(observer: Observer) -> bool:
+    """Whether an observer got no values; of one of the user's own it is not known, and False."""
+    return isinstance(observer, _Extremes) and (observer.low is None or observer.high is None)
+
+
 def observed_ends(observer: Observer) -> tuple[float, float]:
     """The extremes that an observer of one channel follows; nan where it has none, as one of the user's own."""
     if not isinstance(observer, _Extremes) or observer.low is None or observer.high is None or observer.low.numel() != 1:

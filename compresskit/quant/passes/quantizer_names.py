@@ -1,11 +1,17 @@
-"""Add quantizers to a graph under names that nothing in it has: no module of the user, and no attribute of torch's modules."""
+"""Quantizers of a graph by name: added under names that nothing in it has, found, and named where no data reached them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import fx, nn
 
+from compresskit.base.errors import DataError
 from compresskit.graph.surgery import free_name
-from compresskit.quant.numerics.quantizers import Quantizer
+from compresskit.quant.numerics.observers import has_seen_nothing
+from compresskit.quant.numerics.quantizers import ActivationQuantizer, Quantizer
+
+MOST_NAMED = 8  # modules that a message lists
 
 
 class QuantizerHolder(nn.Module):
@@ -29,6 +35,26 @@ def quantizers_of(module: nn.Module) -> list[Quantizer]:
     for child in module.children():
         found += [child] if isinstance(child, Quantizer) else quantizers_of(child)
     return found
+
+
+def check_reached(body: fx.GraphModule, layers: Mapping[str, str]) -> None:
+    """Raise DataError where the calibration data did not reach a value to round; the message names what reads it.
+
+    layers: dotted names of the modules that nodes stand in.
+    """
+    unreached: dict[str, None] = {}
+    for node in body.graph.nodes:
+        quantizer = body.get_submodule(node.target) if node.op == "call_module" else None
+        if isinstance(quantizer, ActivationQuantizer) and has_seen_nothing(quantizer.observer):
+            readers = [layers.get(reader.name, "") for reader in node.users]
+            unreached |= dict.fromkeys([path for path in readers if path] or [quantizer.label or node.name])
+    if unreached:
+        named = [repr(name) for name in [*unreached][:MOST_NAMED]]
+        more = "" if len(unreached) <= MOST_NAMED else f" and {len(unreached) - MOST_NAMED} more"
+        raise DataError(
+            f"the calibration data do not reach {', '.join(named)}{more}, so that nothing is known of the values that are rounded"
+            f" there; calibrate with data that reach all layers, or leave these in float: skip=({named[0]}, ...)"
+        )
 
 
 def stored_name(weight: str) -> str:
