@@ -184,7 +184,9 @@ def prepare_graph(
     fold_parametrizations_(captured.module)
     if "hardsigmoid" in target.operators:
         write_hardsigmoids_(captured.module)  # before its + 3 is merged into a layer
-    folds = _folded_norms(model, captured)
+    norms: list[FoldedBatchNorm] = []
+    fold_batchnorm_(captured.module, norms)
+    folds: list[FoldedScales] = [*norms]
     rules = MergeRules(
         skip=(*skip, *apart),
         named=named_modules(bits),
@@ -194,7 +196,7 @@ def prepare_graph(
         recorded=None if merges is None else frozenset(merges),
     )
     origin = replace(origin, merges=tuple(merge_layers_(captured.module, rules, folds)), read=frozenset(there))
-    return captured, origin, _rewrite_layers(captured.module, target, folds)
+    return captured, origin, _with_momenta(model, captured, _rewrite_layers(captured.module, target, folds))
 
 
 def _captured(model: nn.Module, example: Inputs, dynamic: Dynamic) -> Captured:
@@ -263,21 +265,14 @@ def _renewed(model: nn.Module, paths: list[str]) -> Iterator[None]:
             handle.remove()
 
 
-def _folded_norms(model: nn.Module, captured: Captured) -> list[FoldedScales]:
-    """Fold BatchNorm, in place; returns what was folded."""
-    folds: list[FoldedBatchNorm] = []
-    fold_batchnorm_(captured.module, folds)
-    return [replace(fold, momentum=0.0) if _has_no_momentum(model, captured, fold) else fold for fold in folds]
-
-
 def _rewrite_layers(module: fx.GraphModule, target: Target, folds: list[FoldedScales]) -> list[FoldedScales]:
-    """Rewrite a graph for a target, in place; returns what was folded into layers that it still has."""
+    """Rewrite a graph for a target, in place; returns what was folded into layers that it still has, or has now."""
     weights = [str(parameter_name(fold.layer.args[1])) for fold in folds]
-    rewrite_(module, target)
+    norms = rewrite_(module, target)
     left = set(module.graph.nodes)
     pairs = zip(folds, weights, strict=True)
     found = [fold if fold.layer in left else _rewritten(module, fold, weight) for fold, weight in pairs]
-    return [fold for fold in found if fold is not None]
+    return [*(fold for fold in found if fold is not None), *norms]
 
 
 def _rewritten(module: fx.GraphModule, fold: FoldedScales, weight: str) -> FoldedScales | None:
@@ -291,8 +286,15 @@ def _rewritten(module: fx.GraphModule, fold: FoldedScales, weight: str) -> Folde
     return fold.moved(layers[0], get_tensor(module, weight).detach())
 
 
+def _with_momenta(model: nn.Module, captured: Captured, folds: list[FoldedScales]) -> list[FoldedScales]:
+    """The same with a momentum of 0 where a BatchNorm has it, which in the graph stands for a cumulative average, too."""
+    return [
+        replace(fold, momentum=0.0) if isinstance(fold, FoldedBatchNorm) and _has_no_momentum(model, captured, fold) else fold
+        for fold in folds
+    ]
+
+
 def _has_no_momentum(model: nn.Module, captured: Captured, fold: FoldedBatchNorm) -> bool:
-    """Whether a BatchNorm has a momentum of 0, which in the graph stands for a cumulative average, too."""
     norm = model.get_submodule(captured.name_in_model(fold.norm))
     return isinstance(norm, nn.modules.batchnorm._BatchNorm) and norm.momentum == 0
 

@@ -11,12 +11,14 @@ relu(move(x)), or another clamp that is fusible   -> move(relu(x)): the quantize
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, fx, nn
 
 from compresskit.graph.capture import parameter_name
-from compresskit.graph.layers.stored import CONV_OF_RANK, drop_unused_
+from compresskit.graph.layers.fold_batchnorm import FoldedBatchNorm
+from compresskit.graph.layers.stored import CONV_OF_RANK, drop_unused_, stored_value
 from compresskit.graph.masks import map_mask_
 from compresskit.graph.normalize import Node, aten, insert_call
 from compresskit.graph.surgery import free_name, get_tensor, owner
@@ -27,8 +29,9 @@ from compresskit.quant.passes.transposed_to_conv import rewrite_transposed_
 _GATED_ACTIVATIONS = {aten.silu.default: aten.sigmoid.default, aten.hardswish.default: aten.hardsigmoid.default}
 
 
-def rewrite_(module: fx.GraphModule, target: Target) -> None:
-    """Apply the rewrites that help on the target, in place."""
+def rewrite_(module: fx.GraphModule, target: Target) -> list[FoldedBatchNorm]:
+    """Apply the rewrites that help on the target, in place; returns the BatchNorms that became layers of their own."""
+    norms: list[FoldedBatchNorm] = []
     if "conv" in target.operators:
         rewrite_transposed_(module)
     for node in list(module.graph.nodes):
@@ -36,7 +39,7 @@ def rewrite_(module: fx.GraphModule, target: Target) -> None:
         if gate is not None and _kind_of(gate) in target.operators and "mul" in target.operators:
             _split_gate(module.graph, node, gate)
         elif node.target is aten.batch_norm.default and "conv" in target.operators:
-            _norm_to_conv(module, node)
+            norms += _norm_to_conv(module, node)
         elif node.target is aten.conv2d.default and _is_of_patches(module, node, target):
             _patches_to_linear(module, node)
     for node in list(module.graph.nodes):
@@ -45,6 +48,7 @@ def rewrite_(module: fx.GraphModule, target: Target) -> None:
     module.graph.eliminate_dead_code()
     module.recompile()
     drop_unused_(module)
+    return norms
 
 
 def _kind_of(gate: Node) -> str:
@@ -153,33 +157,50 @@ def _patches_to_linear(module: fx.GraphModule, node: Node) -> None:
     module.graph.erase_node(node)
 
 
-def _norm_to_conv(module: fx.GraphModule, node: Node) -> None:
+def _norm_to_conv(module: fx.GraphModule, node: Node) -> list[FoldedBatchNorm]:
+    """Make a BatchNorm a depthwise convolution; returns it as folded into one with weights of 1, if training can unfold it."""
     x, gamma, beta, mean, var = node.args[:5]
     conv = CONV_OF_RANK.get(x.meta["val"].ndim)
     names = [parameter_name(n) for n in (gamma, beta, mean, var)]
     if conv is None or None in names[2:] or any(n is not None and parameter_name(n) is None for n in (gamma, beta)):
-        return  # a weight that is computed, such as exp(parameter), has no values here
-    mean_value, var_value = (get_tensor(module, str(n)).detach().double() for n in names[2:])
-    scale = torch.rsqrt(var_value + node.args[7])
-    if names[0] is not None:
-        scale = scale * get_tensor(module, names[0]).detach().double()
-    shift = -mean_value * scale
-    if names[1] is not None:
-        shift = shift + get_tensor(module, names[1]).detach().double()
+        return []  # a weight that is computed, such as exp(parameter), has no values here
+    stored = {key: stored_value(module, n) for key, n in zip(("gamma", "beta", "mean", "var"), node.args[1:5], strict=True)}
+    scale, shift = _scale_and_shift(stored, node.args[7])
     channels, rank = len(scale), x.meta["val"].ndim
-    dtype = x.meta["val"].dtype
+    dtype, spatial = x.meta["val"].dtype, rank - 2
     holder = nn.Module()
     holder.weight = nn.Parameter(scale.to(dtype).view(-1, *[1] * (rank - 1)))
     holder.bias = nn.Parameter(shift.to(dtype))
     name = free_name(module, f"affine_{node.name}")
     module.add_submodule(name, holder)
-    spatial = rank - 2
     with module.graph.inserting_before(node):
         weight, bias = (module.graph.get_attr(f"{name}.{leaf}") for leaf in ("weight", "bias"))
         args = (x, weight, bias, [1] * spatial, [0] * spatial, [1] * spatial, channels)
         new = module.graph.call_function(conv, args)
-    for read, stored in ((weight, holder.weight), (bias, holder.bias)):
-        read.meta["val"] = x.meta["val"].new_empty(stored.shape)
+    for read, values in ((weight, holder.weight), (bias, holder.bias)):
+        read.meta["val"] = x.meta["val"].new_empty(values.shape)
     new.meta = dict(node.meta)
+    readers = {user for n in module.graph.nodes if n.op == "get_attr" and n.target in names for user in n.users}
+    given = zip(stored, names, strict=True)
+    frozen = {key for key, own in given if own is not None and not get_tensor(module, own).requires_grad}
     node.replace_all_uses_with(new)
     module.graph.erase_node(node)
+    if readers != {node}:
+        return []
+    ones = torch.ones_like(holder.weight)
+    norm, momentum = str(names[2]).rpartition(".")[0], node.args[6] or 0.1  # captured in eval mode, a cumulative average reads 0
+    return [
+        FoldedBatchNorm(
+            layer=new, norm=norm, tensors={"weight": ones, "bias": None, **stored}, momentum=momentum, eps=node.args[7],
+            frozen=frozenset(frozen | {"weight"}),
+        )
+    ]  # fmt: skip
+
+
+def _scale_and_shift(stored: Mapping[str, Tensor | None], eps: float) -> tuple[Tensor, Tensor]:
+    """What a BatchNorm with running statistics multiplies each channel by, and what it adds, in float64."""
+    gamma, beta, mean, var = (None if (v := stored[key]) is None else v.double() for key in ("gamma", "beta", "mean", "var"))
+    assert mean is not None
+    assert var is not None
+    scale = torch.rsqrt(var + eps) if gamma is None else torch.rsqrt(var + eps) * gamma
+    return scale, -mean * scale if beta is None else beta - mean * scale

@@ -1,5 +1,6 @@
 """Say what of a float model its quantization-aware training leaves out: dropout and all else that is random in train mode alone,
-gradients that only train mode has, parameters that are constants of its graph, and weights of calls with several BatchNorms.
+gradients that only train mode has, parameters that are constants of its graph, weights of calls with several BatchNorms, and
+statistics that do not follow the batches.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from compresskit.base.task import Inputs
 from compresskit.quant.model import Quantized
+from compresskit.quant.passes.unfold_batchnorm import ConvBN
 from compresskit.quant.qat.train_mode import train_mode_alone
 
 log = logging.getLogger(__name__)
@@ -60,6 +63,22 @@ def say_what_is_left_out(model: nn.Module, example: Inputs, quantized: Quantized
             where,
             few_names(names),
         )
+    if names := _with_frozen_statistics(model, quantized):
+        log.warning(
+            "%s: the statistics of %s stay as they are from the first step, since a layer behind takes them in, or they are read"
+            " in float; take a learning rate for a network without BatchNorm there",
+            where,
+            few_names(names),
+        )
+
+
+def _with_frozen_statistics(model: nn.Module, quantized: Quantized) -> list[str]:
+    """Norms of the float model with statistics that its outputs depend on, and that follow no batch."""
+    names = quantized.float_names()
+    paths = [path for path, module in quantized.body.named_modules() if isinstance(module, ConvBN)]
+    following = {names[f"body.{path}.running_mean"] for path in paths}
+    norms = {name for name, module in model.named_modules() if isinstance(module, _NormBase) and module.running_mean is not None}
+    return [name for name in sorted(norms) if f"{name}.running_mean" in quantized.origin.read - following]
 
 
 def _with_dropout(model: nn.Module) -> Iterator[str]:
