@@ -1,5 +1,5 @@
-"""A network and its task for searches, which do not measure here which convolutions are faster as one: that takes seconds and
-depends on the machine.
+"""A network and its task for searches, which do not measure here which convolutions are faster as one, and tune quantized
+candidates for a few steps: that takes seconds, and is tested elsewhere.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from compresskit.search.proxy.workshop import Workshop
 def _no_runs() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Workshop, "_ranked_runs", lambda self, least: ())
+        patch.setattr("compresskit.quant.effort.improve.TUNING_STEPS", {"balanced": 4, "best": 8})
         yield
 
 
