@@ -82,7 +82,9 @@ def build_quantized(
     """
     if prepared is None:
         apart = hooked_modules(model) if trainable else ()  # a hook is for the weight as it is
-        captured, origin, folds = prepare_graph(model, example, target, skip, dynamic, apart=apart, bits=bits, merges=merges)
+        captured, origin, folds = prepare_graph(
+            model, example, target, skip, dynamic, apart=apart, trains=trainable, bits=bits, merges=merges
+        )
     else:
         captured, origin, folds = copy.deepcopy(prepared[0]), prepared[1], []
     if smooth is not None:

@@ -116,18 +116,14 @@ def place_dynamic(
     paths = {module_path(node) for node in module.graph.nodes}
     if unknown := [s for s in skip if not any(stands_in(path, [s]) for path in paths)]:
         raise SettingError(f"skip={unknown}: no operator of the model stands in a module of that name")
-    integer: dict[str, str] = {}
-    decoded: dict[str, str] = {}
-    stays_float: dict[str, str] = {}
+    integer, decoded, stays_float = dict[str, str](), dict[str, str](), dict[str, str]()
     points: dict[Node, QuantizationPoint] = {}
     once = {node for node in computed_once(module.graph) if DYNAMIC_KINDS.get(node.target) not in STORED_KINDS}
     for node in module.graph.nodes:
         if node.op != "call_function" or not is_float_tensor(node) or node.target is operator.getitem:
             continue
         kind = DYNAMIC_KINDS.get(node.target)
-        reason = _reason_for_float(module, node, kind, operators, skip, floating or {})
-        if node in once and reason is None:
-            reason = ONCE
+        reason = _reason_for_float(module, node, kind, operators, skip, floating or {}) or (ONCE if node in once else None)
         if reason is not None:
             stays_float[node.name] = reason
             continue

@@ -23,13 +23,14 @@ from compresskit.graph.layers.fold_batchnorm import FoldedBatchNorm, FoldedScale
 from compresskit.graph.layers.merge_layers import merge_layers_
 from compresskit.graph.layers.merging import MergedLayer, MergeRules, is_stored_layer
 from compresskit.graph.masks import check_removed_are_zero, transfer_masks_
-from compresskit.graph.normalize import source_line
+from compresskit.graph.normalize import Node, aten, source_line
 from compresskit.graph.quantized import quantized_parts
 from compresskit.graph.rewrites.gradient_hooks import drop_gradient_hooks_
 from compresskit.graph.rewrites.hardsigmoids import write_hardsigmoids_
 from compresskit.graph.rewrites.stored_products import rewrite_stored_products_
 from compresskit.graph.surgery import copy_model, get_tensor, holds_nan, mode, not_fp32, structure
 from compresskit.quant.numerics.bit_widths import TARGET_BITS, BitWidths, bits_record, named_modules
+from compresskit.quant.numerics.operators import LAYER_KINDS, OPERATOR_KINDS
 from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.fold_parametrizations import fold_parametrizations_
 from compresskit.quant.passes.input_grids import rounds_as_well, takes_identity
@@ -145,6 +146,7 @@ def prepare_graph(
     dynamic: Dynamic = (0,),
     *,
     apart: Collection[str] = (),
+    trains: bool = False,
     bits: BitWidths = TARGET_BITS,
     merges: Sequence[MergedLayer] | None = None,
 ) -> tuple[Captured, Origin, list[FoldedScales]]:
@@ -155,6 +157,7 @@ def prepare_graph(
     Args:
         model, example, target, skip, dynamic: of the quantization.
         apart: names of modules that are rounded in another way than others, and are not merged with them.
+        trains: whether the graph is to be trained, so that layers behind it take in no BatchNorm that normalizes other layers.
         bits: of weights and activations; what is merged into the layer of a module that it names takes those of that module.
         merges: `Origin.merges` of a model that is built again; None merges what can be merged.
 
@@ -184,11 +187,9 @@ def prepare_graph(
     fold_parametrizations_(captured.module)
     if "hardsigmoid" in target.operators:
         write_hardsigmoids_(captured.module)  # before its + 3 is merged into a layer
-    norms: list[FoldedBatchNorm] = []
-    fold_batchnorm_(captured.module, norms)
-    folds: list[FoldedScales] = [*norms]
+    folds = _folded_norms(captured.module)
     rules = MergeRules(
-        skip=(*skip, *apart),
+        skip=(*skip, *apart, *(_norms_of_layers(captured.module.graph) if trains else ())),
         named=named_modules(bits),
         takes_identity=takes_identity(captured, target, bits, skip),
         least_decibels=LEAST_MERGED_DECIBELS,
@@ -263,6 +264,24 @@ def _renewed(model: nn.Module, paths: list[str]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _folded_norms(module: fx.GraphModule) -> list[FoldedScales]:
+    """Fold BatchNorm, in place; returns what was folded."""
+    folds: list[FoldedBatchNorm] = []
+    fold_batchnorm_(module, folds)
+    return [*folds]
+
+
+def _norms_of_layers(graph: fx.Graph) -> Iterator[str]:
+    """Names of the BatchNorms left in a graph that normalize what layers compute, and are no branch of a sum."""
+    computed: set[Node] = set()  # what depends on a layer
+    for node in graph.nodes:
+        if OPERATOR_KINDS.get(node.target) in LAYER_KINDS or not computed.isdisjoint(node.all_input_nodes):
+            computed.add(node)
+        is_branch = all(OPERATOR_KINDS.get(reader.target) == "add" for reader in node.users)
+        if node.target is aten.batch_norm.default and node.args[0] in computed and not is_branch and module_path(node):
+            yield module_path(node)
 
 
 def _rewrite_layers(module: fx.GraphModule, target: Target, folds: list[FoldedScales]) -> list[FoldedScales]:

@@ -11,7 +11,7 @@ from compresskit.graph.surgery import free_name
 from compresskit.quant.numerics.observers import has_seen_nothing
 from compresskit.quant.numerics.quantizers import ActivationQuantizer, Quantizer
 
-MOST_NAMED = 8  # modules that a message lists
+MOST_UNREACHED = 8  # modules that a message lists
 
 
 class QuantizerHolder(nn.Module):
@@ -49,8 +49,8 @@ def check_reached(body: fx.GraphModule, layers: Mapping[str, str]) -> None:
             readers = [layers.get(reader.name, "") for reader in node.users]
             unreached |= dict.fromkeys([path for path in readers if path] or [quantizer.label or node.name])
     if unreached:
-        named = [repr(name) for name in [*unreached][:MOST_NAMED]]
-        more = "" if len(unreached) <= MOST_NAMED else f" and {len(unreached) - MOST_NAMED} more"
+        named = [repr(name) for name in [*unreached][:MOST_UNREACHED]]
+        more = "" if len(unreached) <= MOST_UNREACHED else f" and {len(unreached) - MOST_UNREACHED} more"
         raise DataError(
             f"the calibration data do not reach {', '.join(named)}{more}, so that nothing is known of the values that are rounded"
             f" there; calibrate with data that reach all layers, or leave these in float: skip=({named[0]}, ...)"

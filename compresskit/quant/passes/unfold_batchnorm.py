@@ -26,12 +26,13 @@ from compresskit.base.distributed import joins_rows, sync_batch_norm
 from compresskit.graph.capture import parameter_name
 from compresskit.graph.layers.fold_batchnorm import FoldedBatchNorm, FoldedScales
 from compresskit.graph.layers.stored import Scales, bias_of, scaled_inputs, sum_over_inputs
-from compresskit.graph.normalize import Node
+from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import free_name, get_tensor, owner
 from compresskit.quant.numerics.batch_norm_gradients import ScaledBatchNorm, ShiftedOnly, keeps_statistics
 from compresskit.quant.numerics.quantizers import BiasQuantizer, WeightQuantizer
 from compresskit.quant.passes.quantizer_names import QuantizerHolder
 
+NORM_LEAVES = ("weight", "bias", "running_mean", "running_var")  # in the order of torch's operator
 LEAST_ROWS = 32  # values of a channel in a batch, in fewer of which a gradient through their statistics leaves too little
 
 
@@ -231,8 +232,84 @@ class ConvBN(UnfoldedLayer):
         return self._scaled(weight, k), shift * k + (0 if beta is None else beta)
 
 
+class FloatNorm(ConvBN):
+    """A BatchNorm that is computed in float, by itself: that of a layer which multiplies each channel by 1.
+
+    given: the last arguments of torch's operator, from whether it trains on.
+    """
+
+    ones: Tensor
+
+    def __init__(self, folded: FoldedBatchNorm, given: tuple[Any, ...]) -> None:
+        super().__init__(folded, (_scaled_channels, ()), [(None, None)])
+        self.given = given
+        self.register_buffer("ones", torch.ones_like(self.running_var), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # the layer has no weight that anybody gives
+        return super().forward(x, self.ones, None)
+
+
+def _scaled_channels(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """X (N, C, ...) times the weight of each channel, plus its bias."""
+    shape = [1, -1, *[1] * (x.ndim - 2)]
+    y = x * weight.view(shape)
+    return (y if bias is None else y + bias.view(shape)).to(x.dtype)
+
+
+def _unfold_float_norms_(body: fx.GraphModule) -> None:
+    """Replace BatchNorms that are left in a graph, with running statistics, by `FloatNorm` modules of their names, in place."""
+    norms: dict[str, list[Node]] = {}  # by the name of the running mean: one may be called several times
+    for node in body.graph.nodes:
+        if node.target is aten.batch_norm.default and not node.args[5]:
+            names = [None if read is None else parameter_name(read) for read in node.args[1:5]]
+            stored = all(name is not None for read, name in zip(node.args[1:5], names, strict=True) if read is not None)
+            if stored and names[2] is not None and names[2].count("."):
+                norms.setdefault(names[2], []).append(node)
+    for mean, calls in norms.items():
+        reads, path = calls[0].args[1:5], mean.rpartition(".")[0]
+        named = {leaf: str(parameter_name(read)) for leaf, read in zip(NORM_LEAVES, reads, strict=True) if read is not None}
+        if any(name != f"{path}.{leaf}" for leaf, name in named.items()):
+            continue  # of modules that share tensors
+        holder = body.get_submodule(path)
+        tensors = [None if (value := getattr(holder, leaf, None)) is None else value.detach() for leaf in NORM_LEAVES]
+        parts = dict(zip(("gamma", "beta", "mean", "var"), tensors, strict=True))
+        frozen = frozenset(key for key, leaf in (("gamma", "weight"), ("beta", "bias")) if not _trains(holder, leaf))
+        settings = {"momentum": calls[0].args[6] or 0.1, "eps": calls[0].args[7], "frozen": frozen, "norm": path}
+        norm = FloatNorm(FoldedBatchNorm(layer=calls[0], tensors=parts, **settings), tuple(calls[0].args[5:]))
+        body.set_submodule(path, norm.train(body.training))
+        for node in calls:
+            node.op, node.target, node.args = "call_module", path, (node.args[0],)
+
+
+def _fold_float_norms_(body: fx.GraphModule) -> None:
+    """Put torch's operator back in the places of `FloatNorm` modules, with their parameters under the same names, in place."""
+    norms = {path: norm for path, norm in body.named_modules() if isinstance(norm, FloatNorm)}
+    for node in list(body.graph.nodes):
+        if node.op == "call_module" and node.target in norms:
+            norm, path = norms[node.target], node.target
+            with body.graph.inserting_before(node):
+                reads = [None if getattr(norm, leaf) is None else body.graph.get_attr(f"{path}.{leaf}") for leaf in NORM_LEAVES]
+            node.op, node.target, node.args = "call_function", aten.batch_norm.default, (node.args[0], *reads, *norm.given)
+    for path, norm in norms.items():
+        holder = nn.Module()
+        for leaf in ("weight", "bias"):
+            holder.register_parameter(leaf, getattr(norm, leaf))
+        for leaf in ("running_mean", "running_var"):
+            holder.register_buffer(leaf, getattr(norm, leaf))
+        body.set_submodule(path, holder.train(norm.training))
+
+
+def _trains(holder: nn.Module, leaf: str) -> bool:
+    value = getattr(holder, leaf, None)
+    return isinstance(value, Tensor) and value.requires_grad
+
+
 def unfold_batchnorm_(body: fx.GraphModule, folds: list[FoldedScales]) -> None:
-    """Replace layers by `ConvBN` or `UnfoldedLayer` modules that hold what was folded into them, in place."""
+    """Replace layers by `ConvBN` or `UnfoldedLayer` modules that hold what was folded into them, in place.
+
+    BatchNorms that were folded into nothing become `FloatNorm` modules.
+    """
+    _unfold_float_norms_(body)
     for fold in folds:
         layer, calls = fold.layer, (fold.layer, *(fold.others if isinstance(fold, FoldedBatchNorm) else ()))
         weights = [_parameter_and_quantizer(body, node.args[1], WeightQuantizer) for node in calls]
@@ -301,6 +378,7 @@ def _parameter_and_quantizer(body: fx.GraphModule, node: Any, kind: type[nn.Modu
 
 def fold_conv_bn_(body: fx.GraphModule) -> None:
     """Fold everything again: the graph as before `unfold_batchnorm_`, with the trained weights and biases, in place."""
+    _fold_float_norms_(body)
     names = {id(module): name for name, module in body.named_modules()}
     folded: dict[str, Tensor | None] = {}
     gains: set[str] = set()

@@ -46,6 +46,21 @@ def behind_relu(norm: nn.Module) -> nn.Sequential:
     return images(norm, nn.Conv2d(8, 8, 3, padding=1))
 
 
+def features(*layers: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Flatten(), nn.Linear(300, 8), nn.ReLU(), *layers, nn.Linear(8, 4))
+
+
+class Twice(nn.Module):
+    """One norm in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.a = nn.BatchNorm1d(8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.norm(self.a(self.norm(x)).relu()).relu()
+
+
 NETWORKS = {
     "behind a ReLU": lambda: behind_relu(nn.BatchNorm2d(8)),
     "without parameters": lambda: behind_relu(nn.BatchNorm2d(8, affine=False)),
@@ -56,6 +71,10 @@ NETWORKS = {
     "of sequences": lambda: nn.Sequential(
         nn.Flatten(2), nn.Conv1d(3, 8, 3), nn.ReLU(), nn.BatchNorm1d(8), nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(8, 4)
     ),
+    "before a layer that could take it in": lambda: images(nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1)),
+    "before a linear layer": lambda: features(nn.BatchNorm1d(8)),
+    "of features": lambda: features(nn.BatchNorm1d(8, affine=False), nn.ReLU()),
+    "called twice": lambda: features(Twice()),
 }
 
 
@@ -105,10 +124,7 @@ def test_it_trains_as_in_float(kind, tmp_path, caplog) -> None:
 
 
 FROZEN = {
-    "taken in by a linear layer": lambda: nn.Sequential(
-        nn.Flatten(), nn.Linear(300, 8), nn.ReLU(), nn.BatchNorm1d(8), nn.Linear(8, 4)
-    ),
-    "in float": lambda: nn.Sequential(nn.Flatten(), nn.Linear(300, 8), nn.ReLU(), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4)),
+    "of the input, taken in by a convolution": lambda: nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 8, 3), *images()[1:]),
     "of instances": lambda: behind_relu(nn.InstanceNorm2d(8, track_running_stats=True)),
 }
 
