@@ -26,6 +26,7 @@ from compresskit.base.objective import LossFunction
 from compresskit.base.task import Inputs, Task, batch_size, call
 from compresskit.graph.surgery import get_tensor, mode, no_attention_fastpath, owner
 from compresskit.graph.tracing import no_modes_of_caller
+from compresskit.mixed.compiled_model import as_written
 from compresskit.prune.criteria import UNLABELLED_EVIDENCE, Need
 from compresskit.train.objective import task_losses
 
@@ -204,7 +205,7 @@ def watched_calls(
 
     handles = [model.get_submodule(path).register_forward_hook(partial(hook, path), with_kwargs=True) for path in paths]
     try:
-        with no_attention_fastpath():  # which calls no inner layers
+        with no_attention_fastpath(), as_written():  # the fast path calls no inner layers, compiled code no hooks
             yield
     finally:
         for handle in handles:
@@ -291,14 +292,22 @@ def _by_weight(module: nn.Module, norm: Tensor | None, weight: Tensor) -> Tensor
 
 
 def values_of(model: nn.Module, places: Places, prefix: str, evidence: Evidence) -> Tensor:
-    """(units, V) values of the units of one group: as the first layer reads them, else as the first layer makes them."""
+    """(units, V) values of the units of one group: as the first layer reads them, else as the first layer makes them.
+
+    V is 0 where no layer saw any: the batch sends no rows to an expert, or none of the layers is called as a module.
+    """
     for wanted, found in (("in", evidence.inputs or {}), ("out", evidence.outputs or {})):
         for (tensor, dim, role), indices in places.items():
-            if role == wanted and (values := found.get(prefix + tensor)) is not None:
+            if role == wanted and (values := found.get(prefix + tensor)) is not None and values.shape[1]:
                 # In a grouped layer an index stands for that position of every group.
                 size = get_tensor(model, prefix + tensor).shape[dim]
                 grouped = values.reshape(-1, size, values.shape[1])[:, indices.to(values.device)]
                 return grouped.movedim(1, 0).flatten(1)
+    return torch.empty(len(next(iter(places.values()))), 0)
+
+
+def refuse_unseen(places: Places, prefix: str) -> NoReturn:
+    """Raise ModelError for a group of which no batch showed a value."""
     raise ModelError(
         f"{prefix}{next(iter(places))[0]}: no convolution or linear layer of this group is called as a module, so its activations"
         " cannot be seen; use a criterion that reads weights or gradients, or name the layer in ignore"

@@ -13,7 +13,7 @@ from compresskit.base.distributed import world_size
 from compresskit.base.errors import DataError, ModelError, SettingError
 from compresskit.base.task import Task
 from compresskit.prune.criteria import EVIDENCE, Criterion, Slices, needs_of
-from compresskit.prune.evidence import Evidence, collect
+from compresskit.prune.evidence import Evidence, collect, refuse_unseen
 from compresskit.prune.normalizers import Normalizer
 from compresskit.prune.patterns import Pattern
 from compresskit.prune.structure.groups import ChannelGroup
@@ -40,12 +40,17 @@ def score_groups_(
 
     def score(evidence: Evidence) -> Iterator[tuple[int, Tensor]]:
         for i, group in enumerate(groups):
-            scores = criterion(group.slices(model, prefix, evidence))
+            slices = group.slices(model, prefix, evidence)
+            if slices.activations is not None and not slices.activations.shape[1]:
+                continue  # no row of this batch came to the layer, which is an expert, say
+            scores = criterion(slices)
             yield i, check_scores(scores, group.size, group.layer).cpu()
 
     scores = _mean_scores(_evidence(model, names, criterion, task, samples, where, prefix), score, "channels")
     pools: dict[object, list[float]] = defaultdict(list)
     for i, group in enumerate(groups):
+        if i not in scores:
+            refuse_unseen(group.indices, prefix)
         group.remaining = scores[i].clamp(min=0).sort(descending=True).values.cumsum(0).flip(0).tolist()
         group.scores = normalize(scores[i])
         group.sorted_scores = group.scores.sort().values.tolist()

@@ -28,6 +28,7 @@ from compresskit.base.task import Inputs, call
 from compresskit.export import export_onnx
 from compresskit.graph.surgery import copy_model, frozen_copy, no_attention_fastpath
 from compresskit.measure import count_macs, latency
+from compresskit.mixed.compiled_model import as_written
 from compresskit.prune.channels.candidates import Form
 from compresskit.prune.depth.find_blocks import ResidualBlock
 from compresskit.prune.depth.importance import bypassed
@@ -115,7 +116,7 @@ def received_by(model: nn.Module, example: Inputs, paths: Iterable[str]) -> dict
         for path in paths
     ]
     try:
-        with torch.no_grad(), no_attention_fastpath():
+        with torch.no_grad(), no_attention_fastpath(), as_written():
             call(model, timed_rows(model, example))
     finally:
         for handle in handles:

@@ -26,6 +26,7 @@ from compresskit.distill.class_dim import class_dim
 from compresskit.distill.losses.logits import match_predictions
 from compresskit.graph.surgery import mode, no_attention_fastpath
 from compresskit.graph.tracing import no_autocast
+from compresskit.mixed.compiled_model import as_written
 from compresskit.prune.depth.find_blocks import ResidualBlock
 from compresskit.prune.evidence import readable
 from compresskit.prune.structure.repeatable import state_restored
@@ -206,4 +207,5 @@ def _watched_blocks(scoring: BlockScoring, visit: Callable[[str, Tensor, Tensor]
         for block in scoring.blocks:
             module = scoring.model.get_submodule(block.path)
             handles.callback(module.register_forward_hook(partial(hook, block), with_kwargs=True).remove)
+        handles.enter_context(as_written())  # compiled code calls no hooks
         yield

@@ -18,7 +18,7 @@ from compresskit.prune.structure.rules import PROPAGATION_RULES
 from compresskit.prune.structure.rules.arithmetic import join_broadcast, rule_elementwise
 from compresskit.prune.structure.rules.base import ChannelPropagation, OperatorCall, RuleResult, operator_name, tensor_leaves
 from compresskit.prune.structure.rules.parameter_view import ParameterView
-from compresskit.prune.structure.trace import Trace
+from compresskit.prune.structure.trace import Trace, names_without_values
 
 log = logging.getLogger(__name__)
 
@@ -32,10 +32,11 @@ RULE_FAILURES: tuple[type[Exception], ...] = (RuntimeError, LookupError, TypeErr
 def propagate(trace: Trace) -> ChannelPropagation:
     """Channel sets of a traced model, and the constraints on them, from its run in eval mode and the other runs it has."""
     state = ChannelPropagation(trace)
-    _propagate_run(state, trace)
+    without_values = names_without_values((trace, *trace.other_runs))
+    _propagate_run(state, trace, without_values)
     for run in trace.other_runs:
         state.shapes, state.main_run = run.shapes, False
-        _propagate_run(state, run)
+        _propagate_run(state, run, without_values)
     state.drop_axes_without_channels()
     for axis in [*state.sets.axes]:
         for copy in (name for name, read in trace.copies.items() if read == axis.tensor):
@@ -46,7 +47,7 @@ def propagate(trace: Trace) -> ChannelPropagation:
     return state
 
 
-def _propagate_run(state: ChannelPropagation, run: Trace) -> None:
+def _propagate_run(state: ChannelPropagation, run: Trace, without_values: set[str]) -> None:
     values: dict[Node, Any] = {}
     unread, idle = _unread_widths(state.trace), _idle_nodes(run.graph)
     last_use = {a: node for node in run.graph.nodes for a in node.all_input_nodes}
@@ -54,6 +55,9 @@ def _propagate_run(state: ChannelPropagation, run: Trace) -> None:
         if node in idle:
             state.calls[node.target] += 1  # cuts are found again by the number of their call
             value = None
+        elif run.is_empty(node) and _shows_nothing(node, values, without_values):
+            state.calls[node.target] += 1
+            value = fixed_labels(state.shapes[node.name]) if node.name in state.shapes else None
         else:
             value = _propagate_node(state, node, values)
         values[node] = value
@@ -82,6 +86,15 @@ def _runs_at_any_width(node: Node) -> bool:
     if node.target is aten.select.int:
         return node.args[2] in (0, -1)
     return operator_name(node.target) in _ANY_WIDTH
+
+
+def _shows_nothing(node: Node, values: Mapping[Node, Any], without_values: set[str]) -> bool:
+    """Whether an operator on no rows can be passed over: its parameters meet values elsewhere, which say what their channels are.
+
+    Those that meet none are locked by the rule: nothing says what they belong to.
+    """
+    read = tensor_leaves([values[n] for n in node.all_input_nodes])
+    return node.op == "call_function" and not any(isinstance(v, ParameterView) and v.name in without_values for v in read)
 
 
 def _unread_widths(trace: Trace) -> dict[tuple[int, bool], str]:

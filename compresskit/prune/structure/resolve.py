@@ -25,7 +25,7 @@ class Assumptions:
 
     whole_heads: modules in which whole heads go. tied_heads: modules whose heads are together as wide as their input.
     attributes: attributes of modules, as (path, name), that follow a width. one_width: those that several layers read, which then
-    have to have the same width. locked_modules: modules whose sizes stay -> why.
+    have to have the same width. locked_sizes: numbers of the sizes given in the code that stay -> why.
     locked_axes: dimensions of tensors, as (name, dimension), that stay -> why.
     fixed_cuts: numbers of the cuts of channels whose places do not follow the width.
     rescaled: whether queries make up for 1 / sqrt(width) of a width that shrinks.
@@ -35,7 +35,7 @@ class Assumptions:
     tied_heads: frozenset[str] = frozenset()
     attributes: frozenset[tuple[str, str]] = frozenset()
     one_width: frozenset[tuple[str, str]] = frozenset()
-    locked_modules: Mapping[str, str] = field(default_factory=dict)
+    locked_sizes: Mapping[int, str] = field(default_factory=dict)
     locked_axes: Mapping[tuple[str, int], str] = field(default_factory=dict)
     fixed_cuts: frozenset[int] = frozenset()
     rescaled: bool = True
@@ -57,9 +57,9 @@ def resolve_constraints(propagation: ChannelPropagation, assumptions: Assumption
         module = propagation.trace.module.get_submodule(split.path)
         if split.path in assumptions.tied_heads or isinstance(module, nn.MultiheadAttention):
             _tie_heads(propagation, assumptions, sets, split)
-    for size in propagation.hard_coded_sizes:
-        if size.given and size.path in assumptions.locked_modules:
-            sets.lock(size.labels, f"{size.reason}{assumptions.locked_modules[size.path]}")
+    for number, why in assumptions.locked_sizes.items():
+        size = propagation.hard_coded_sizes[number]
+        sets.lock(size.labels, f"{size.reason}{why}")
     for number in assumptions.fixed_cuts:
         sets.lock(propagation.cuts[number].labels, propagation.cuts[number].reason)
     for key, reason in assumptions.locked_axes.items():

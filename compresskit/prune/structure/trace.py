@@ -11,6 +11,7 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -74,13 +75,39 @@ class Trace:
         """Samples in the example."""
         return batch_size(self.example)
 
+    @cached_property
+    def read(self) -> frozenset[str]:
+        """Names of the parameters and buffers that the run reads."""
+        return frozenset(str(n.target) for n in self.graph.nodes if n.op == "get_attr")
+
+    @cached_property
+    def read_with_values(self) -> frozenset[str]:
+        """Those of them that meet values; an expert that is called on no rows reads its weights, but shows no channels."""
+        made_of: dict[Node, set[str]] = {}  # what is computed from nothing but parameters and constants -> these parameters
+        met: set[str] = set()
+        for node in self.graph.nodes:
+            names = set[str]().union(*(made_of.get(n, ()) for n in node.all_input_nodes))
+            if node.op == "get_attr":
+                made_of[node] = {str(node.target)}
+            elif node.op == "call_function" and made_of.keys() >= {*node.all_input_nodes} and (node.users or not names):
+                made_of[node] = names
+            elif not self.is_empty(node):
+                met |= names
+        return frozenset(met)
+
+    def is_empty(self, node: Node) -> bool:
+        """Whether an operator gives tensors, and none of them has an entry."""
+        one = self.shapes.get(node.name)
+        shapes = node.meta.get("parts", ()) if one is None else (one,)
+        return bool(shapes) and all(0 in shape for shape in shapes)
+
 
 def trace_model(model: nn.Module, example: Inputs, *, inside: str | None = None) -> Trace:
     """Run a model, or its submodule `inside`, and record every operator; the model is not changed.
 
     The run is in eval mode, on two samples where each takes as many MACs (`alike_rows`), else on all of the example. Where that
-    leaves parameters or buffers unread (heads, experts, branches, statistics that training writes), others follow: in train mode,
-    on the whole example, and on the example with its signs changed.
+    leaves parameters or buffers unread (heads, experts, branches, statistics that training writes), or reads them where there are
+    no rows, others follow: in train mode, on the whole example, and on the example with its signs changed.
 
     Raises ModelError where the model does not run on the example, or not in inference mode.
     """
@@ -97,7 +124,7 @@ def trace_model(model: nn.Module, example: Inputs, *, inside: str | None = None)
         raise
     others = [(True, repeat_rows(trace.example)), (False, example), (False, _negated(example)), (True, repeat_rows(example))]
     runs: list[Trace] = []
-    while (unread := _unread(model, (trace, *runs))[0]) and others:
+    while others and (_unread(model, (trace, *runs))[0] or names_without_values((trace, *runs))):
         training, inputs = others.pop(0)
         with mode(model, training=training), state_restored(model), suppress(Exception):
             # Training may need more than the example, such as targets: what it reads is proved or locked later.
@@ -133,11 +160,17 @@ def _check_inference_mode(model: nn.Module, example: Inputs) -> None:
 
 def _unread(model: nn.Module, runs: Sequence[Trace]) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
     """Parameters and floating point buffers that no run has read: their shapes, and those of them that are copies of others."""
-    read = {str(n.target) for run in runs for n in run.graph.nodes if n.op == "get_attr"}
+    read = set[str]().union(*(run.read for run in runs))
     buffers = {name: b for name, b in model.named_buffers() if b.is_floating_point() and b.numel() > 1}
     copies = _copies({name: b for name, b in buffers.items() if name not in read}, {n: buffers[n] for n in buffers if n in read})
     tensors = (*model.named_parameters(), *buffers.items())
     return {name: tuple(v.shape) for name, v in tensors if name not in read and name not in copies}, copies
+
+
+def names_without_values(runs: Sequence[Trace]) -> set[str]:
+    """Parameters that runs read, but all of them where there are no rows, as those of an expert that no row was sent to."""
+    found = {name for run in runs for name in run.read}.difference(*(run.read_with_values for run in runs))
+    return {name for name, value in runs[0].module.named_parameters() if name in found and value.numel()}
 
 
 def _copies(unread: Mapping[str, Tensor], read: Mapping[str, Tensor]) -> dict[str, str]:

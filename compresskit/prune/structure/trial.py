@@ -2,13 +2,15 @@
 
 A slightly pruned copy of the model is run; where it fails, the module in which it failed is repaired by the first of these
 assumptions under which it runs: its own attributes follow the width; all that reads one of them gets one width; its heads are
-together as wide as its input; whole heads go. What none of them repairs is locked. Attributes that a plan does not need are left
-as they are: a number of steps may equal a width by chance.
+together as wide as its input; whole heads go. What none of them repairs is locked: the sizes at which it fails, where that
+helps, else all that the module gives. Attributes that a plan does not need are left as they are: a number of steps may equal a
+width by chance.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -92,7 +94,7 @@ class TrialRepair:
         for path, name in sorted(self.assumptions.attributes):
             key = self.prefix + (f"{path}.{name}" if path else name)
             if key in plan.attributes:
-                kind = type(self.trace.module.get_submodule(path)).__qualname__
+                kind = self._kind(path)
                 alike.setdefault(kind, {}).setdefault(name, set()).add(key)
         for keys in (keys for names in alike.values() if len(names) > 1 for keys in names.values()):
             fewer = replace(plan, attributes={key: sizes for key, sizes in plan.attributes.items() if key not in keys})
@@ -118,8 +120,7 @@ class TrialRepair:
         cuts = self.propagation.cuts
         places: dict[int, tuple[str, int]] = {}  # the type of the module, and which of its cuts
         for number, cut in enumerate(cuts):
-            kind = type(self.trace.module.get_submodule(cut.path)).__qualname__
-            places[number] = kind, sum(other.path == cut.path for other in cuts[:number])
+            places[number] = self._kind(cut.path), sum(other.path == cut.path for other in cuts[:number])
         alike = frozenset(n for n in places if places[n] in {places[w] for w in wrong})
         paths = frozenset(cuts[n].path for n in alike)
         attributes = frozenset(self._size_attributes(paths, cuts=alike)) - self.assumptions.attributes
@@ -128,6 +129,9 @@ class TrialRepair:
         return replace(self.assumptions, fixed_cuts=self.assumptions.fixed_cuts | alike)
 
     # -- one module whose forward failed
+
+    def _kind(self, path: str) -> str:
+        return type(self.trace.module.get_submodule(path)).__qualname__
 
     def _responsible_module(self, path: str) -> str:
         """The innermost module around `path` whose own code gives sizes."""
@@ -138,14 +142,14 @@ class TrialRepair:
 
     def _next_candidate(self, path: str, failure: Failure) -> Assumptions | None:
         """The next assumptions to try for all modules of the type of the one at `path`."""
-        kind = type(self.trace.module.get_submodule(path)).__qualname__
+        kind = self._kind(path)
         if kind not in self._candidates:
             paths = frozenset(n for n, m in self.trace.module.named_modules() if type(m).__qualname__ == kind)
             self._candidates[kind] = self._fixes(paths, self.assumptions, failure.reason)
         return next(self._candidates[kind], None)
 
     def _fixes(self, paths: frozenset[str], before: Assumptions, reason: str) -> Iterator[Assumptions]:
-        """Yield candidate fixes for modules of one type, least restrictive first; the last one locks them."""
+        """Yield candidate fixes for modules of one type, least restrictive first; the last one locks all their sizes."""
         attributes = frozenset(self._size_attributes(paths))
         splits = frozenset(s.path for s in self.propagation.splits if s.path in paths)
         if attributes:
@@ -163,16 +167,66 @@ class TrialRepair:
                 yield replace(self.assumptions, attributes=self.assumptions.attributes | attributes)
             heads = self.assumptions.whole_heads ^ splits
             yield replace(self.assumptions, tied_heads=self.assumptions.tied_heads - splits, whole_heads=heads)
-        sizes = {s.path for s in self.propagation.hard_coded_sizes if s.given and s.path in paths}
-        if sizes - set(self.assumptions.locked_modules):
-            why = f"; a copy that was cut there did not run ({reason.partition(': ')[2]})"
-            yield replace(
-                self.assumptions,
-                tied_heads=self.assumptions.tied_heads - splits,
-                whole_heads=self.assumptions.whole_heads - splits,
-                attributes=self.assumptions.attributes - attributes,
-                locked_modules={**self.assumptions.locked_modules, **dict.fromkeys(sizes, why)},
-            )
+        numbers = [n for n, s in enumerate(self.propagation.hard_coded_sizes) if s.given and s.path in paths]
+        if numbers and (failing := self._failing_sizes(numbers, self._without(splits, attributes))):
+            yield self._without(splits, attributes, failing)
+        if numbers:
+            yield self._without(splits, attributes, dict.fromkeys(numbers, _did_not_run(reason)))
+
+    def _without(
+        self, splits: frozenset[str], attributes: frozenset[tuple[str, str]], locked: Mapping[int, str] | None = None
+    ) -> Assumptions:
+        """The assumptions without what was tried for heads and attributes, and with sizes that stay -> why."""
+        return replace(
+            self.assumptions,
+            tied_heads=self.assumptions.tied_heads - splits,
+            whole_heads=self.assumptions.whole_heads - splits,
+            attributes=self.assumptions.attributes - attributes,
+            locked_sizes={**(locked or {}), **self.assumptions.locked_sizes},
+        )
+
+    def _failing_sizes(self, numbers: list[int], assumptions: Assumptions) -> dict[int, str]:
+        """Those of some sizes, by number, whose channels cannot be cut alone -> why; none where the same channels have them all.
+
+        A size is judged together with those that modules of the same type give at the same place in their code.
+        """
+        analysis = find_groups(self.propagation, self._macs, ignore=self.ignore, assumptions=assumptions)
+        places: dict[int, int] = {}  # which of its module's sizes each one is
+        met: list[set[int]] = [set() for _ in analysis.groups]  # the places of the sizes that channels of a group have
+        before: Counter[str] = Counter()
+        for number in numbers:
+            size = self.propagation.hard_coded_sizes[number]
+            places[number] = before[size.path]
+            before[size.path] += 1
+            roots = torch.unique(analysis.resolved.sets.roots(size.labels))
+            for of_group, group in zip(met, analysis.groups, strict=True):
+                if bool(torch.isin(group.roots, roots).any()):
+                    of_group.add(places[number])
+        alike: dict[frozenset[int], list[ChannelGroup]] = {}
+        for of_group, group in zip(met, analysis.groups, strict=True):
+            if of_group:
+                alike.setdefault(frozenset(of_group), []).append(group)
+        if len(alike) < 2:
+            return {}
+        failing = self._failing_places(alike, analysis, self._kind(size.path))
+        fine = set[int]().union(*(alike.keys() - failing.keys()))
+        return {n: why for part, why in failing.items() for n in numbers if places[n] in ((part - fine) or part)}
+
+    def _failing_places(
+        self, groups: Mapping[frozenset[int], list[ChannelGroup]], analysis: ChannelAnalysis, kind: str
+    ) -> dict[frozenset[int], str]:
+        """The places at which a cut fails in modules of a type, found by halving -> why; all that fail only together."""
+        plan = trial_plan(replace(analysis, groups=[group for some in groups.values() for group in some]))
+        failure = try_pruned_copy(self.model, plan, self.example)
+        if failure is None or failure.path is None:
+            return {}
+        if self._kind(self._responsible_module(failure.path.removeprefix(self.prefix))) != kind:
+            return {}
+        why, entries, half = _did_not_run(failure.reason), [*groups.items()], len(groups) // 2
+        found: dict[frozenset[int], str] = {}
+        for few in (entries[:half], entries[half:]) if half else ():
+            found |= self._failing_places(dict(few), analysis, kind)
+        return found or dict.fromkeys(groups, why)
 
     def _size_attributes(self, paths: frozenset[str], cuts: frozenset[int] | None = None) -> Iterator[tuple[str, str]]:
         """Attributes of the user's modules, and of Unflatten, as (path, name), that equal a size their code gives (to `cuts`)."""
@@ -221,6 +275,10 @@ class TrialRepair:
         half = len(groups) // 2
         halves = groups[:half], groups[half:]
         return [group for part in halves for group in self._failing_groups(part, analysis, failure)] or groups
+
+
+def _did_not_run(reason: str) -> str:
+    return f"; a copy that was cut there did not run ({reason.partition(': ')[2]})"
 
 
 def _of_channels(assumptions: Assumptions) -> Assumptions:

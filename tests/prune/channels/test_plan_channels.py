@@ -190,10 +190,11 @@ X = torch.randn(4, 3)
         (scripted, X, "not scripted, got RecursiveScriptModule"),
         (lambda: nn.Sequential(nn.LazyLinear(32)), X, r"0\.weight has no shape yet; run the model once"),
         (lambda: linear_pair(device="meta"), X, r"0\.weight is on the meta device"),
+        (lambda: linear_pair(dtype=torch.cfloat), X, r"0\.weight is torch\.complex64; .* torch\.view_as_complex\(self\.weight\)"),
         (with_nan, X, r"0\.weight has 1 values that are not finite"),
         (with_foreign_mask, X, r"masks of torch\.nn\.utils\.prune, in 0; take them over with .* make them permanent"),
     ],
-    ids=["no parameters", "no rows", "function", "scripted", "lazy", "meta", "nan", "torch prune"],
+    ids=["no parameters", "no rows", "function", "scripted", "lazy", "meta", "complex", "nan", "torch prune"],
 )
 def test_what_cannot_be_pruned_is_one_error(make, x, message) -> None:
     with pytest.raises(CompressError, match=message):

@@ -60,3 +60,14 @@ def test_blocks_that_get_parameters_or_modules_are_timed(make, held, monkeypatch
     model, x = Handing(make(), held).eval(), (torch.randn(2, 5, 8),)
     assert costs.milliseconds(model, x, find_blocks(model, x).removable) == {"blocks.0": 1.0, "blocks.1": 1.0}
     assert not caplog.text
+
+
+def test_blocks_of_a_compiled_model_that_has_run_are_handed_what_it_gives_them() -> None:
+    """Its code calls no hooks of those that are registered later."""
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval(), (torch.randn(2, 8),)
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        compiled(x[0][:1])
+    (given, *_), _ = costs.received_by(compiled, x, ["_orig_mod.2"])["_orig_mod.2"]
+    (wanted, *_), _ = costs.received_by(model, x, ["2"])["2"]
+    assert torch.equal(given, wanted)

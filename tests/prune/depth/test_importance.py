@@ -112,3 +112,26 @@ def test_a_norm_stays_as_it_is_where_one_of_the_batches_has_a_single_row() -> No
     error = importance.output_error(scoring)["block"]
     assert error > 0
     assert importance.after_training(scoring)["block"] == pytest.approx(20 * error)  # times its parameters
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")  # of hooks that are on all modules while a model is recorded
+@pytest.mark.parametrize("measure", [importance.influence, importance.first_order])
+def test_blocks_of_a_compiled_model_that_has_run_are_scored_as_written(measure) -> None:
+    """Its code calls no hooks of those that are registered later: a block that nothing was seen of had an importance of 0."""
+    model, x, found = Stack(torch.ones(4)).eval(), (X[:, 0],), []
+    compiled = torch.compile(copy.deepcopy(model), backend="eager")
+    for gradients in (True, False):
+        with torch.set_grad_enabled(gradients):
+            compiled(*x)
+    for whole in (model, compiled):
+        scoring = importance.BlockScoring(
+            model=whole,
+            blocks=[*find_blocks(whole, x).removable.values()],
+            batches=[x],
+            predictions=[whole(*x).detach()],
+            task=TASKS["a regression"][1],
+            samples=8,
+        )
+        found.append([*measure(scoring).values()])
+    assert found[0] == pytest.approx(found[1])
+    assert min(found[0]) > 0

@@ -160,10 +160,10 @@ class WrittenInto(Stacked):
         return super().forward(self.enter(x))
 
 
-def planned_half(kind):
+def planned_half(kind, channels=0.5):
     torch.manual_seed(0)
     model, x = kind().eval(), torch.randn(3, 7, 8)
-    plan = plan_channels(model, x, remove(channels=0.5), round_to=1)
+    plan = plan_channels(model, x, remove(channels=channels), round_to=1)
     assert_equals_zeroed(model, plan, (x,))
     return plan
 
@@ -202,3 +202,27 @@ def test_a_state_that_is_written_into_is_none_of_zeros() -> None:
     plan = planned_half(WrittenInto)
     assert plan.locked["an initial state of gru_cell in cells.0 cannot be cut"] == 16
     assert plan.remove.keys() == {"enter.weight", "enter.bias", "cells.0.weight_ih"}
+
+
+class OneLearned(nn.Module):
+    """The first state of one cell is learned, that of the next one a literal of the same code."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.cells, self.head = nn.Parameter(torch.randn(1, 20)), nn.ModuleList(), nn.Linear(24, 5)
+        self.cells.extend([nn.GRUCell(8, 20), nn.GRUCell(20, 24)])
+
+    def forward(self, x):
+        g, h = self.first.expand(len(x), -1), x.new_zeros(len(x), 24)
+        for y in x.unbind(1):
+            g = self.cells[0](y, g)
+            h = self.cells[1](g, h)
+        return self.head(h)
+
+
+def test_of_the_sizes_of_one_module_those_alone_are_locked_at_which_a_copy_fails() -> None:
+    plan = planned_half(OneLearned, channels=0.3)
+    (reason,) = plan.locked.keys() - {"an output of the model"}
+    assert reason.startswith("new_zeros in the model makes a state of 24 channels, as the code says; a copy that was cut there")
+    assert plan.locked[reason] == 24
+    assert plan.remove["first"][1] == plan.remove["cells.1.weight_ih"][1]

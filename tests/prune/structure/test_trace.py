@@ -12,9 +12,9 @@ from networks import image
 from pruned import assert_equals_zeroed, assert_untouched, cut, planned, state
 from torch import nn
 
-from compresskit import keep
+from compresskit import keep, remove
 from compresskit.base.errors import ModelError
-from compresskit.prune import apply_, plan_channels
+from compresskit.prune import apply_, plan_channels, rankings
 from compresskit.prune.structure.plan import zero_
 
 
@@ -116,6 +116,54 @@ def test_an_expert_that_the_example_does_not_reach_is_cut_with_the_others() -> N
     assert plan.remove["2.weight"].keys() == plan.remove["3.weight"].keys() == {0, 1}
     apply_(model, plan)
     assert model(x).shape == model(-x).shape == (4, 4)
+
+
+class SentRows(nn.Module):
+    """Calls each expert on the rows that are sent to it, be there any or none, and adds up what they give."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.enter, self.leave = way, nn.Linear(8, 16), nn.Linear(16, 3)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 16)) for _ in range(3))
+
+    def forward(self, x):
+        h = self.enter(x).relu()
+        out = torch.zeros_like(h)
+        for number, expert in enumerate(self.experts):
+            rows = (x[:, 0].round() == number).nonzero()[:, 0]
+            sent = expert(h[rows])
+            if self.way == "index_add":
+                out.index_add_(0, rows, sent)
+            elif self.way == "scatter_add":
+                out = out.scatter_add(0, rows[:, None].expand(-1, out.shape[1]), sent)
+            else:
+                out[rows] += sent
+        return self.leave(h + out)
+
+
+@pytest.mark.parametrize("way", ["index_add", "scatter_add", "index_put"])
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_an_expert_that_the_first_rows_are_not_sent_to_is_cut_with_the_others(first, way) -> None:
+    """The run on two rows calls the other experts on none, which shows no channels; all of the example does."""
+    torch.manual_seed(0)
+    model, x = SentRows(way).eval(), torch.randn(12, 8)
+    x[:, 0] = (first + torch.arange(12) // 4) % 3
+    plan = plan_channels(model, x, remove(channels=0.5), ranking=rankings.uniform, round_to=1)
+    assert plan.locked == {"an output of the model": 3}
+    removed = [plan.remove[f"experts.{i}.0.weight"] for i in range(3)]
+    assert [len(dims[0]) for dims in removed] == [12] * 3
+    assert [dims[1] for dims in removed] == [plan.remove["enter.weight"][0]] * 3
+    assert_equals_zeroed(model, plan, (x,))
+
+
+def test_an_expert_that_no_row_is_sent_to_stays_with_what_it_reads() -> None:
+    torch.manual_seed(0)
+    model, x = SentRows("index_add").eval(), torch.randn(12, 8)
+    x[:, 0] = torch.arange(12) % 2
+    plan = plan_channels(model, x, remove(channels=0.3), round_to=1)
+    removed = {name for name, dims in plan.remove.items() if dims}
+    assert removed == {f"experts.{i}.{name}" for i in range(2) for name in ("0.weight", "0.bias", "2.weight")}
+    assert apply_(model, plan)(torch.full((4, 8), 2.0)).shape == (4, 3)
 
 
 class OptionalToken(nn.Sequential):

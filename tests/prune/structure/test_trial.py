@@ -209,3 +209,24 @@ def test_an_attribute_of_a_cut_stays_where_the_cut_does_not_need_it() -> None:
     torch.manual_seed(0)
     plan = plan_channels(StepsOfHalf().eval(), torch.randn(2, 3, 8, 8), keep(macs=0.6), round_to=1)
     assert plan.attributes.keys() == {"half"}
+
+
+class TwoWidths(nn.Module):
+    """Two views with sizes written in the code, the second of which follows the width, and the width of a third layer alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(*sizes) for sizes in ((8, 32), (32, 24), (24, 20), (20, 4)))
+
+    def forward(self, x):
+        h = self.layers[0](x).relu().view(-1, 32)
+        h = self.layers[1](h).relu().view(len(x), -1)
+        return self.layers[3](self.layers[2](h).relu().view(-1, 20))
+
+
+def test_each_size_is_locked_for_a_reason_of_its_own() -> None:
+    torch.manual_seed(0)
+    plan = plan_channels(TwoWidths().eval(), torch.randn(6, 8), remove(channels=0.1), round_to=1)
+    assert plan.remove.keys() == {"layers.1.weight", "layers.1.bias", "layers.2.weight"}
+    reasons = sorted(reason for reason in plan.locked if reason.startswith("view in the model to sizes written in the code"))
+    assert [("[-1, 20]" in reason, "[-1, 32]" in reason) for reason in reasons] == [(True, False), (False, True)]
