@@ -172,12 +172,12 @@ def test_a_name_of_nothing_and_a_name_of_what_is_merged(caplog) -> None:
     quantized = ck.quant.prepare_qat(net(), INPUTS)
     with pytest.raises(ModelError, match=r"keep_fp32 names 'heads', which the model does not have"):
         ck.mixed.prepare(quantized, SGD(quantized.parameters()), replace(HEAD_IN_FP32, keep_fp32=("heads",)))
-    merged = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.BatchNorm1d(16), nn.Linear(16, 4))
+    merged = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     quantized = ck.quant.prepare_qat(merged, INPUTS)
-    assert "2.weight" not in float_names(quantized).values()
+    assert "0.weight" not in float_names(quantized).values()
     with caplog.at_level(logging.WARNING, "compresskit"):
-        run = ck.mixed.prepare(quantized, SGD(quantized.parameters()), replace(ck.mixed.MASTER_BF16, keep_fp32=("2", "3")))
-    assert "keep_fp32 names '2', whose weights are merged" in caplog.text
+        run = ck.mixed.prepare(quantized, SGD(quantized.parameters()), replace(ck.mixed.MASTER_BF16, keep_fp32=("0", "3")))
+    assert "keep_fp32 names '0', whose weights are merged" in caplog.text
     assert "names '3'" not in caplog.text
     run(X)
     run.finish()
