@@ -58,7 +58,13 @@ class MeasuredChoice:
 
 
 def measured_choice(
-    model: nn.Module, example: Inputs, settings: CalibratedSettings, by_ranges: ByRanges | None = None, *, seconds: float = 1.0
+    model: nn.Module,
+    example: Inputs,
+    settings: CalibratedSettings,
+    by_ranges: ByRanges | None = None,
+    *,
+    seconds: float = 1.0,
+    trains: bool = False,
 ) -> MeasuredChoice:
     """Find the operators that should stay float on this machine, where the settings ask for that.
 
@@ -71,23 +77,23 @@ def measured_choice(
     Args:
         model: a float module. example: inputs that capture it. settings: of the quantization.
         by_ranges: names what every variant leaves float, or gives another form, by the ranges of its values; None for nothing.
-        seconds: how long each variant is timed, at most.
+        seconds: how long each variant is timed, at most. trains: whether the graph is to be trained, see `prepare_graph`.
 
     Raises SettingError where the model cannot take the batch of the deployment, ExportError where it cannot be exported;
     where the settings only guard the speed, either is a warning.
     """
     if not measures(settings):
         return MeasuredChoice({})
-    search = partial(_searched_choice, model, example, settings, by_ranges, seconds)
+    search = partial(_searched_choice, model, example, settings, by_ranges, seconds, trains)
     return unless_guarding(settings, type(model).__name__, search) or MeasuredChoice({})
 
 
 def _searched_choice(
-    model: nn.Module, example: Inputs, settings: CalibratedSettings, by_ranges: ByRanges | None, seconds: float
+    model: nn.Module, example: Inputs, settings: CalibratedSettings, by_ranges: ByRanges | None, seconds: float, trains: bool
 ) -> MeasuredChoice:
     began = time.perf_counter()
     target, skip, deployment = settings.target, settings.skip, settings.deployment
-    captured, origin, _ = prepare_graph(model, example, target, skip, settings.dynamic, bits=settings.bits)
+    captured, origin, _ = prepare_graph(model, example, target, skip, settings.dynamic, trains=trains, bits=settings.bits)
     placement, _ = placed_by_ranges(captured, target, skip, {}, settings.bits, by_ranges)
     if not placement.integer:
         return MeasuredChoice({})

@@ -132,7 +132,7 @@ def _prepare_model(model: nn.Module, batches: Batches, settings: QATSettings, wh
     first, data = shown_batches(data)
     shown = ShownRanges(partial(inputs_to_quantize, model, first, settings.inside))
     separate = float_by_ranges(shown, settings)
-    choice = measured_choice(module, example, settings, separate)
+    choice = measured_choice(module, example, settings, separate, trains=True)
     quantized = build_quantized(
         module,
         example,
