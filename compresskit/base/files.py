@@ -6,6 +6,7 @@ A safetensors file is written in one pass, without a second copy of the tensors 
 header          JSON: {"name": {"dtype", "shape", "data_offsets"}, "__metadata__": {"format", "record", "sha256"}}
 data            the tensors
 
+Complex tensors are stored as pairs of real numbers; "complex" of the metadata has their names, where there are any.
 The digest is that of the whole file with 64 zeros in place of the digest itself. `sealed` gives plain data one, too, such as a
 plan that a user keeps.
 """
@@ -64,13 +65,18 @@ def absolute_path(value: str | Path) -> Path:
         raise CheckpointError(f"{value}: the working directory was deleted; change to another by os.chdir(...)") from None
 
 
+def can_be_stored(dtype: torch.dtype) -> bool:
+    """Whether `write_tensors` stores tensors of a dtype: those of safetensors, and complex ones, as pairs of real numbers."""
+    return dtype.is_complex or dtype in SAFETENSORS_DTYPES
+
+
 def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], record: Any = None) -> None:
     """Write tensors and a JSON-ready record as safetensors, atomically.
 
     Tensors that share memory are stored separately. At most one tensor at a time is copied.
 
     Raises:
-        CheckpointError: safetensors does not have the dtype of a tensor, or the file cannot be written.
+        CheckpointError: a tensor is of a dtype that `can_be_stored` denies, or the file cannot be written.
     """
     with atomic(path) as temporary:
         _write(temporary, tensors, record)
@@ -82,11 +88,14 @@ def _write(path: Path, tensors: Mapping[str, Tensor], record: Any) -> None:
     end = 0
     for name in names:
         value = tensors[name]
-        if value.dtype not in SAFETENSORS_DTYPES:
+        if not can_be_stored(value.dtype):
             raise CheckpointError(f"{name}: tensors of {value.dtype} cannot be stored")
         begin, end = end, end + value.numel() * value.element_size()
-        entries[name] = {"dtype": SAFETENSORS_DTYPES[value.dtype], "shape": list(value.shape), "data_offsets": [begin, end]}
+        shape = [*value.shape, 2] if value.is_complex() else list(value.shape)
+        entries[name] = {"dtype": SAFETENSORS_DTYPES[value.dtype.to_real()], "shape": shape, "data_offsets": [begin, end]}
     metadata = {"format": str(FORMAT), "record": json.dumps(record, allow_nan=False), "sha256": NO_DIGEST}
+    if complex_names := [name for name in names if tensors[name].is_complex()]:
+        metadata["complex"] = json.dumps(complex_names)
     header = json.dumps({"__metadata__": metadata, **entries}).encode()
     header += b" " * (-len(header) % 8)
     at = 8 + header.index(NO_DIGEST.encode())
@@ -100,7 +109,8 @@ def _write(path: Path, tensors: Mapping[str, Tensor], record: Any) -> None:
 
 
 def _raw_bytes(value: Tensor) -> Any:
-    plain = value.detach().cpu().contiguous().reshape(-1)
+    plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    plain = plain.as_strided((plain.numel(),), (1,))  # a single value may have another stride, and be contiguous
     return memoryview(plain.view(torch.uint8).numpy().data) if plain.numel() else b""
 
 
@@ -122,6 +132,8 @@ def read_tensors(path: str | Path, limit: int | None = None, advice: str = RUN_A
     try:
         metadata = _checked_metadata(path, limit, advice)
         tensors = load_file(path)
+        for name in json.loads(metadata.get("complex", "[]")):
+            tensors[name] = torch.view_as_complex(tensors[name].clone())  # in memory that is aligned for both parts
     except FileNotFoundError:
         raise CheckpointError(f"{path}: not there") from None
     except OSError as error:  # it may be whole

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import time
+import warnings
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from compresskit.mixed.formats.policy import FP32, MASTER_BF16, MASTER_FP16, Policy
+from compresskit.base.errors import TrainingError
+from compresskit.mixed.formats.policy import AMP_BF16, AMP_FP16, FP32, MASTER_BF16, MASTER_FP16, Policy
 from compresskit.mixed.histograms import (
     ACTIVATION_GRADIENTS,
     ACTIVATIONS,
@@ -25,7 +28,10 @@ from compresskit.mixed.histograms import (
     scalar_loss,
     split_batch,
 )
+from compresskit.mixed.run import prepare
 
+#: What else a model may run under whose code makes fp32 values itself.
+_AUTOCAST_IN_HALF = {MASTER_BF16: AMP_BF16, MASTER_FP16: AMP_FP16}
 #: Layers that multiply matrices.
 MATRIX_LAYERS = (nn.Linear, nn.modules.conv._ConvNd, nn.RNNBase, nn.MultiheadAttention)
 
@@ -103,7 +109,7 @@ def advise(
         batches: the training data; four batches are taken; the last three are timed against a forward and backward pass.
 
     Returns:
-        The sizes, the histogram of gradient exponents and the suggested policy.
+        The sizes, the histogram of gradient exponents and the suggested policy: a copy of the model runs on the example under it.
 
     Raises:
         ModelError: where the model does not run on the example, or no output depends on a parameter that requires gradients.
@@ -118,6 +124,7 @@ def advise(
     policy, why = _suggested_policy(trained[0].device)
     if any(p.dtype == torch.float64 for p in trained):
         policy, why = FP32, "the model is float64, which no half policy casts; give model.float() for one"
+    policy, why = _policy_that_runs(model, example, policy, why)
     leaf = [m for m in model.modules() if not list(m.children()) and list(m.parameters())]
     return Advice(
         layers=layers,
@@ -232,6 +239,35 @@ def _smallest_scale(*gradients: ValueCounts) -> float:
 def _lost(counts: ValueCounts, scale: float) -> float:
     """The fraction of the values that fp16 would turn into 0 at a loss scale."""
     return sum(part for e, part in counts.fractions().items() if scale * 2.0**e < 2.0**FP16_SMALLEST_EXPONENT)
+
+
+def _policy_that_runs(model: nn.Module, example: Any, policy: Policy, why: str) -> tuple[Policy, str]:
+    """The policy and the reason for it; where half and fp32 values meet in the model's code under it, autocast, or else FP32."""
+    if policy not in _AUTOCAST_IN_HALF:
+        return policy, why
+    for tried in (policy, _AUTOCAST_IN_HALF[policy]):
+        if not (failure := _failure_under(model, example, tried)):
+            return tried, why
+        why += f"; {failure}"
+    return FP32, why
+
+
+@torch.enable_grad()
+def _failure_under(model: nn.Module, example: Any, policy: Policy) -> str:
+    """Why a copy of a model does not run on an example under a policy; "" where it does, or where that cannot be tried."""
+    args, kwargs, _ = split_batch(example)
+    devices = list({p.device for p in model.parameters() if p.is_cuda})
+    try:
+        with warnings.catch_warnings(), torch.random.fork_rng(devices):
+            warnings.simplefilter("ignore")  # of slow formats: nothing is trained here
+            copied = deepcopy(model)
+            run = prepare(copied, torch.optim.SGD(copied.parameters(), lr=0.0), policy)
+            run(*args, **kwargs)
+    except TrainingError as error:
+        return str(error)
+    except Exception:  # no copy can be made, or `prepare` refuses the model, and says why where a training calls it
+        return ""
+    return ""
 
 
 def _suggested_policy(device: torch.device) -> tuple[Policy, str]:

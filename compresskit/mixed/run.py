@@ -32,6 +32,7 @@ from compresskit.mixed.checks import (
     requires_closure,
     step_form,
 )
+from compresskit.mixed.dtype_errors import naming_dtype_errors
 from compresskit.mixed.formats.casts import cast_floating, in_fp32
 from compresskit.mixed.formats.fp8 import Fp8Conversion, convert_by_policy
 from compresskit.mixed.formats.levels import require_policy
@@ -168,13 +169,14 @@ class Run:
         return self._overflow.skipped
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output, in fp32 for inputs of any floating dtype."""
+        """The model's output, in fp32 for inputs of any floating dtype; TrainingError where its code makes other dtypes meet."""
         self._check_running()
         half, auto, output_dtype = self.policy.param_dtype, self.policy.autocast_dtype, self.policy.output_dtype
         if half is not None and self.policy.cast_inputs:
             args, kwargs = cast_floating(args, half), cast_floating(kwargs, half)
         autocast = torch.autocast(self.device.type, dtype=auto) if auto is not None else nullcontext()
-        with autocast, tf32(self.policy.tf32), self._weights.buffers.watching(self._model):
+        watching = self._weights.buffers.watching(self._model)
+        with naming_dtype_errors(self._weights.model, self.policy), autocast, tf32(self.policy.tf32), watching:
             output = self._model(*args, **kwargs)
         casts = half is not None or auto is not None or self._sharded
         return cast_floating(output, output_dtype) if casts and output_dtype is not None else output
@@ -346,9 +348,7 @@ class Run:
             return True
         if not self.scalers or not any(scheduler.on == "success" for scheduler in self._schedulers):
             return False
-        if self._compiled is None and not skips_on_device(self.optimizer):
-            return False
-        return self._overflow.last_overflowed()
+        return (self._compiled is not None or skips_on_device(self.optimizer)) and self._overflow.last_overflowed()
 
     def _end_step(self, *, skipped: bool) -> None:
         for scheduler in self._schedulers:

@@ -21,6 +21,7 @@ from compresskit.base.files import (
     FORMAT,
     SAFETENSORS_DTYPES,
     absolute_path,
+    can_be_stored,
     check_is_path,
     read_json,
     read_tensors,
@@ -88,7 +89,7 @@ def _check_has_values(model: nn.Module) -> None:
     """Raise ModelError for a tensor that has no values, CheckpointError for what a state dict holds and no file can."""
     check_not_lazy(model, "save")
     for name, value in model.state_dict().items():
-        if not isinstance(value, Tensor) or value.dtype not in SAFETENSORS_DTYPES or value.layout is not torch.strided:
+        if not isinstance(value, Tensor) or not can_be_stored(value.dtype) or value.layout is not torch.strided:
             kind = f"tensors of {value.dtype}, {value.layout}," if isinstance(value, Tensor) else f"{type(value).__name__} values"
             raise CheckpointError(f"save: {name}: {kind} cannot be stored; take it out of the state dict, or change its dtype")
         if value.is_meta:

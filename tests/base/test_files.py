@@ -71,6 +71,27 @@ def test_every_dtype_and_shape_comes_back(tmp_path) -> None:
                            value.contiguous().view(torch.uint8) if value.numel() and value.ndim else value.float())  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_complex_tensors_and_views_come_back(tmp_path) -> None:
+    """To the bit, beside tensors of other sizes: conjugated and negated views, and a single value with a stride."""
+    grid = torch.randn(3, 5, dtype=torch.complex64)
+    grid[0, 0] = complex(float("nan"), -0.0)
+    tensors = {
+        "plain": grid, "conjugated": grid.conj(), "turned": grid.T, "expanded": grid[:1].expand(7, 5), "scalar": grid[1, 1],
+        "empty": grid[:0], "double": grid.to(torch.complex128), "half": grid.to(torch.complex32),
+        "negated": grid.conj().imag, "negated value": grid[0, :1].conj().imag, "odd": torch.zeros(3, dtype=torch.uint8),
+        "single": torch.randn(4)[1::3][:1],
+    }  # fmt: skip
+    write_tensors(tmp_path / "t.safetensors", tensors)
+    got, _ = read_tensors(tmp_path / "t.safetensors", sum(v.numel() * v.element_size() for v in tensors.values()))
+    assert got.keys() == tensors.keys()
+    for name, value in tensors.items():
+        assert (got[name].dtype, got[name].shape) == (value.dtype, value.shape), name
+        assert str(got[name].tolist()) == str(value.tolist()), name
+    write_tensors(tmp_path / "real.safetensors", {"single": tensors["single"]})
+    assert b"complex" not in (tmp_path / "real.safetensors").read_bytes()  # it is as it was before there were complex ones
+
+
 @pytest.fixture
 def umask():
     before = os.umask(0o022)

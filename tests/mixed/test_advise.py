@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import sys
 import time
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from compresskit.base.errors import ModelError, SettingError
-from compresskit.mixed import FP32, MASTER_BF16, advise
+from compresskit.mixed import AMP_BF16, AMP_FP16, FP32, MASTER_BF16, MASTER_FP16, advise
 
 advise_module = sys.modules["compresskit.mixed.advise"]  # the function of this name hides it in the package
 
@@ -91,6 +92,35 @@ def test_the_policy_follows_the_compute_capability(monkeypatch, capability, name
     policy, why = advise_module._suggested_policy(torch.device("cuda"))
     assert policy.name == name
     assert f"{capability[0]}.{capability[1]}" in why
+
+
+class Made(nn.Linear):
+    """Its code makes fp32 values, and with `scattered` gives them and half ones to an operator."""
+
+    def __init__(self, *, scattered: bool):
+        super().__init__(8, 8)
+        self.scattered = scattered
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x * torch.ones(8))
+        return torch.zeros(len(x), 8).index_add(0, torch.arange(len(x)), y) if self.scattered else y
+
+
+@pytest.mark.parametrize("suggested", [MASTER_BF16, MASTER_FP16], ids=lambda policy: policy.name)
+def test_a_policy_under_which_the_model_does_not_run_is_not_suggested(monkeypatch, suggested) -> None:
+    monkeypatch.setattr(advise_module, "_suggested_policy", lambda device: (suggested, "this chip multiplies halves"))
+    autocast = AMP_BF16 if suggested is MASTER_BF16 else AMP_FP16
+    x = torch.randn(4, 8)
+    assert (plain := advise(nn.Linear(8, 8), x)).policy is suggested
+    assert plain.why == "this chip multiplies halves"
+    model = Made(scattered=False)
+    before = copy.deepcopy(model.state_dict())
+    advice = advise(model, x)
+    assert advice.policy is autocast
+    assert re.match(rf"this chip .*; Made \(test_advise\.py:\d+\): {suggested.name} does not suit its forward \(", advice.why)
+    assert all(torch.equal(value, before[name]) and value.dtype is torch.float32 for name, value in model.state_dict().items())
+    assert (none := advise(Made(scattered=True), x)).policy is FP32
+    assert f"{autocast.name} does not suit its forward" in none.why
 
 
 def test_the_limits_of_fp16_are_those_of_torch() -> None:

@@ -177,6 +177,12 @@ def _check_parameter(name: str, p: nn.Parameter) -> None:
         raise ModelError(f"{name} is on the meta device, where it has no values; load the weights first")
     if p.dtype in (torch.float16, torch.bfloat16):
         raise ModelError(f"{name} is {p.dtype}; prune the fp32 model (model.float(), or run.finish() of mixed precision)")
+    if p.is_complex():
+        leaf = name.rpartition(".")[2]
+        raise ModelError(
+            f"{name} is {p.dtype}; only models of real weights can be scored and proved: hold it as"
+            f" nn.Parameter(torch.view_as_real(...)), and read torch.view_as_complex(self.{leaf}) in forward"
+        )
     if not p.is_floating_point():
         raise ModelError(f"{name} is {p.dtype}; a quantized model cannot be pruned, prune before quantizing")
     if not bool(p.detach().sum().isfinite()) and not bool(p.detach().isfinite().all()):
