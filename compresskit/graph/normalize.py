@@ -19,6 +19,9 @@ aten = torch.ops.aten
 #: An `fx.Node`. torch annotates its arguments as a union of 24 types, which every reader would have to narrow.
 Node = Any
 
+#: Key of a node's meta: the `nn_module_stack` of the operator behind it that it took in, and whose output it gives since.
+GIVES_OUTPUT_OF = "output_of"
+
 #: Operators that do nothing in eval mode; they are taken out of the graph.
 IDENTITIES = frozenset(
     {
@@ -357,3 +360,8 @@ def _fold_(module: fx.GraphModule, family: list[Node], numbers: Mapping[Node, to
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
     module.graph.erase_node(made)
+
+
+def give_output_of_(node: Node, behind: Node) -> None:
+    """Record that a node gives the output of an operator behind it, which it takes in."""
+    node.meta[GIVES_OUTPUT_OF] = behind.meta.get("nn_module_stack") or {}

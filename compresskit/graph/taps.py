@@ -4,7 +4,8 @@
 
 The hooks exist only inside the `with` block. A captured graph, such as the inside of a quantized model, has operators instead of
 modules. Each operator records the module that it came from, so the same names work there: a module's output is the last of its
-values that another module reads.
+values that another module reads. Where an operator took in others behind it, such as a BatchNorm, its value is their output; what
+it computed alone is no value of the graph any more, and a tap there is refused.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor, fx, nn
 
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.graph.interpreter import run_graph
+from compresskit.graph.normalize import GIVES_OUTPUT_OF
 
 INPUT = ":in"
 
@@ -36,9 +38,11 @@ def find_taps(model: nn.Module, pattern: str) -> list[str]:
 
     Args:
         model: a module, or a model that wraps a captured graph.
-        pattern: the dotted name of a module, with `:in` for its input; `*` and `?` match within one part between dots.
+        pattern: the dotted name of a module, with `:in` for its input; `*` and `?` match within one part between dots, in a
+            captured graph only what is a value of it.
 
-    Raises: ModelError, which suggests similar names, where nothing matches; SettingError for what is no name.
+    Raises: ModelError, which suggests similar names, where nothing matches, or what does is merged with others; SettingError for
+        what is no name.
     """
     if not isinstance(pattern, str):
         raise SettingError(f"tap {pattern!r}: wanted the name of a module, a text, got {type(pattern).__name__}")
@@ -49,7 +53,23 @@ def find_taps(model: nn.Module, pattern: str) -> list[str]:
     if not found:
         near = difflib.get_close_matches(path, names, n=3, cutoff=0.0)
         raise ModelError(f"tap {pattern!r}: {type(model).__name__} has no such module; the nearest are {near}")
+    if operators := _operators_by_module(model):
+        found = _with_values(operators, found, entry=pattern.endswith(INPUT))
     return [name + pattern[len(path) :] for name in found]
+
+
+def _with_values(operators: dict[str, list[fx.Node]], names: list[str], *, entry: bool) -> list[str]:
+    """Those of some modules whose input, or output, is a value of a graph; the error of `_node_of` where none is."""
+    found, errors = [], []
+    for name in names:
+        try:
+            _node_of(operators[name], name, entry=entry)
+            found.append(name)
+        except ModelError as error:
+            errors.append(error)
+    if not found:
+        raise errors[0]
+    return found
 
 
 @contextmanager
@@ -98,7 +118,8 @@ def watched(model: nn.Module, taps: Sequence[str], on_value: OnValue) -> Iterato
         assert graph is not None
         nodes: dict[fx.Node, list[str]] = {}
         for tap in taps:
-            node = _node_of(operators[tap.removesuffix(INPUT)], entry=tap.endswith(INPUT))
+            name = tap.removesuffix(INPUT)
+            node = _node_of(operators[name], name, entry=tap.endswith(INPUT))
             nodes.setdefault(node, []).append(tap)
         with _interpreted(graph, nodes, on_value):
             yield
@@ -139,16 +160,36 @@ def _operators_by_module(model: nn.Module) -> dict[str, list[fx.Node]]:
     graph = _graph_in(model)
     operators: dict[str, list[fx.Node]] = {}
     for node in () if graph is None else graph.graph.nodes:
-        for path, _ in (node.meta.get("nn_module_stack") or {}).values():
-            if name := re.sub(r"@\d+$", "", path):  # "@1" marks a module's second call
-                operators.setdefault(name, []).append(node)
+        for name in _modules_around(node) | _modules_around(node, GIVES_OUTPUT_OF):
+            operators.setdefault(name, []).append(node)
     return operators
 
 
-def _node_of(nodes: list[fx.Node], *, entry: bool) -> fx.Node:
-    """The operator whose value is the input of a module with these operators, or its output."""
+def _modules_around(node: fx.Node, key: str = "nn_module_stack") -> dict[str, None]:
+    """Dotted names of the modules that an operator stands in, in order; by `GIVES_OUTPUT_OF` of those whose output it gives."""
+    paths = (path for path, _ in (node.meta.get(key) or {}).values())
+    return dict.fromkeys(name for path in paths if (name := re.sub(r"@\d+$", "", path)))  # "@1" marks a module's second call
+
+
+def _node_of(nodes: list[fx.Node], name: str, *, entry: bool) -> fx.Node:
+    """The operator whose value is the input of a module with these operators, or its output.
+
+    Raises ModelError where the operator computes something else than the module: it took in what comes behind, or was taken in.
+    """
     if not entry:
-        return next((n for n in reversed(nodes) if any(user not in nodes for user in n.users)), nodes[-1])
+        last = next((n for n in reversed(nodes) if any(user not in nodes for user in n.users)), nodes[-1])
+        if GIVES_OUTPUT_OF in last.meta and name not in (given := _modules_around(last, GIVES_OUTPUT_OF)):
+            where = repr([*given][-1]) if given else "code"
+            remedy = f"tap {where}, which the float model has, too" if given else "tap another module"
+            raise ModelError(
+                f"tap {name!r}: what it computes is merged with {where} behind it here, and is no value of its own; {remedy}"
+            )
+        return last
+    if name not in _modules_around(nodes[0]):
+        raise ModelError(
+            f"tap {name + INPUT!r}: it is merged with {[*_modules_around(nodes[0])][-1]!r} before it here, so that its input is"
+            f" no value; tap its output, {name!r}"
+        )
     first = nodes[0].args[0]
     return first[0] if isinstance(first, list | tuple) else first  # type: ignore[return-value]
 

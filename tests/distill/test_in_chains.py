@@ -20,7 +20,7 @@ from compresskit.distill.objectives.terms import ADAPTERS
 ADAM = partial(torch.optim.Adam, lr=3e-3)
 
 
-MODULES = ("stem", "inner", "out", "down", "head", "stem:in", "inner:in", "head:in", "inner.0")
+MODULES = ("stem", "inner", "out", "down", "head", "stem:in", "inner:in", "head:in", "inner.0:in", "inner.1")
 
 
 def quantized(model, task):
@@ -30,12 +30,6 @@ def quantized(model, task):
 def test_taps_on_a_quantized_model_are_those_of_its_float_model() -> None:
     task = images_task(ck)
     model = build(networks.Residual)
-    for module in model.modules():  # so that the convolution alone is what the folded one is
-        if isinstance(module, nn.BatchNorm2d):
-            nn.init.ones_(module.weight)
-            nn.init.zeros_(module.bias)
-            module.running_mean.zero_()
-            module.running_var.fill_(1 - module.eps)
     student, x = quantized(model, task), task.val[0][0]
     with torch.no_grad(), kd.tapped(model, MODULES) as wanted:
         plain = model(x)
@@ -53,7 +47,9 @@ def test_taps_on_a_quantized_model_are_those_of_its_float_model() -> None:
     handle.remove()
     assert torch.equal(got["inner"], rounded["out"])
     assert "forward" not in vars(student.body)
-    assert kd.find_taps(student, "inner.*") == ["inner.0", "inner.2"]
+    assert kd.find_taps(student, "inner.*") == ["inner.1", "inner.2"]  # the convolution has its BatchNorm folded in
+    with pytest.raises(ModelError, match=r"tap 'inner.0': what it computes is merged with 'inner.1' behind it here"):
+        kd.find_taps(student, "inner.0")
     with pytest.raises(ModelError, match=r"tap 'iner': Quantized has no such module; the nearest are \['inner'"):
         kd.find_taps(student, "iner")
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.graph.taps import find_taps, tapped, watched
+from compresskit.quant import prepare_qat
 
 
 class Odd(nn.Module):
@@ -67,3 +68,46 @@ def test_watched_sees_every_call_with_all_arguments() -> None:
     assert isinstance(values[1][1], tuple)
     assert len(values[1][1]) == 1
     assert not hooked_modules(model)
+
+
+class Merging(nn.Module):
+    """A sum of two branches, and a scale that is learned behind a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.three, self.one = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
+        self.scale, self.last = nn.Parameter(torch.rand(8, 1, 1)), nn.Conv2d(8, 8, 1)
+
+    def forward(self, x):
+        x = (self.three(x) + self.one(x)).relu()
+        return x + self.scale * self.last(x)
+
+
+def test_values_of_a_quantized_graph_are_those_of_the_float_model_or_refused() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), Merging(), nn.Sequential(nn.Conv2d(8, 8, 3)), nn.BatchNorm2d(8),
+        nn.Flatten(), nn.Linear(8 * 36, 4),
+    )  # fmt: skip
+    x = torch.randn(8, 3, 10, 10)
+    for _ in range(5):
+        model(x)
+    quantized = prepare_qat(model.eval(), [x]).eval()
+    quantized.enable_(False)
+    refused = {}
+    for tap in [each for name, _ in model.named_modules() if name for each in (name, name + ":in")]:
+        try:
+            assert find_taps(quantized, tap) == [tap]
+        except ModelError as error:
+            refused[tap] = str(error)
+            continue
+        with torch.no_grad(), tapped(quantized, [tap]) as here:
+            quantized(x)
+        with torch.no_grad(), tapped(model, [tap]) as there:
+            model(x)
+        torch.testing.assert_close(here[tap], there[tap], rtol=1e-4, atol=1e-5)
+    assert refused.keys() == {"0", "1:in", "3.three", "3.one", "3.one:in", "3.last", "4", "4.0", "5:in"}
+    assert refused["0"].endswith(
+        "merged with '1' behind it here, and is no value of its own; tap '1', which the float model has, too"
+    )
+    assert refused["5:in"].endswith("merged with '4.0' before it here, so that its input is no value; tap its output, '5'")

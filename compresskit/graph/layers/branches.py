@@ -21,7 +21,7 @@ from compresskit.graph.layers.channel_affine import ChannelAffine, affine_of
 from compresskit.graph.layers.geometry import Geometry, parallel, placed, pointwise
 from compresskit.graph.layers.merging import Merging, geometry_of, is_stored_layer, layer_axis, node_rank, set_geometry_
 from compresskit.graph.layers.stored import bias_of, replace_weights_
-from compresskit.graph.normalize import Node, aten
+from compresskit.graph.normalize import Node, aten, give_output_of_
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,6 +254,8 @@ def _rewrite_sum(merging: Merging, root: Node, summands: list[tuple[Node, int]],
     """Add the merged layers, whose weights have their signs, and the summands that are left, in the place of a sum."""
     layers = list(dict.fromkeys(gone.values()))
     left = [(node, 1) for node in layers] + [pair for i, pair in enumerate(summands) if i not in gone]
+    for node in layers:
+        give_output_of_(node, root)
     left.sort(key=lambda pair: -pair[1])  # begin with one that is added
     value = left[0][0]
     graph = merging.module.graph

@@ -27,7 +27,7 @@ from compresskit.graph.layers.stored import (
     stored_value,
     sum_over_inputs,
 )
-from compresskit.graph.normalize import Node, aten
+from compresskit.graph.normalize import Node, aten, give_output_of_
 from compresskit.graph.surgery import free_name, get_tensor
 
 
@@ -92,6 +92,11 @@ def _fold_after(merging: Merging, layer: Node, node: Node, affine: ChannelAffine
         shape[axis] = -1
         replace_weights_(merging.module, layer, weight * scale.view(shape), None)
     merging.joined("after", layer, [node])
+    value = affine.x
+    while value is not layer:  # operators that move what the layer computes
+        give_output_of_(value, node)
+        value = value.args[0]
+    give_output_of_(layer, node)
     node.replace_all_uses_with(affine.x)
     merging.module.graph.erase_node(node)
 

@@ -26,7 +26,7 @@ from compresskit.graph.layers.stored import (
     stored_value,
     sum_over_inputs,
 )
-from compresskit.graph.normalize import Node, aten
+from compresskit.graph.normalize import Node, aten, give_output_of_
 from compresskit.graph.surgery import get_tensor
 
 
@@ -196,5 +196,6 @@ def _fold_norm(module: fx.GraphModule, calls: list[tuple[Node, Node]]) -> None:
     fold_affine_(module, layer, factor, -mean.double(), torch.zeros_like(factor) if beta is None else beta.double())
     for other, behind in calls:
         other.args = (other.args[0], *layer.args[1:3], *other.args[3:])
+        give_output_of_(other, behind)
         behind.replace_all_uses_with(other)
         module.graph.erase_node(behind)

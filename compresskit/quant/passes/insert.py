@@ -12,7 +12,7 @@ from torch import fx
 from compresskit.base.errors import SettingError
 from compresskit.graph.capture import module_path, parameter_name
 from compresskit.graph.layers.stored import CONVS, each_dimension
-from compresskit.graph.normalize import Node
+from compresskit.graph.normalize import GIVES_OUTPUT_OF, Node
 from compresskit.graph.surgery import get_tensor
 from compresskit.quant.numerics.bit_widths import TARGET_BITS, Bits, BitWidths, bits_of_layer, check_bit_names, check_target_takes
 from compresskit.quant.numerics.dynamic_quantizers import DynamicActivation, RowQuantizer
@@ -24,6 +24,8 @@ from compresskit.quant.numerics.scheme import Scheme
 from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.placement import Placement, QuantizationPoint
 from compresskit.quant.passes.quantizer_names import add_quantizer_, stored_name
+
+KEPT_META = ("val", "nn_module_stack", GIVES_OUTPUT_OF)  # of a value, that its quantizer has, too
 
 
 def insert_quantizers_(
@@ -203,7 +205,7 @@ def _round_again_(body: fx.GraphModule, layers: dict[Node, Scheme], observer: Ca
             name = add_quantizer_(body, f"input_{layer.name}", made)
             with body.graph.inserting_before(layer):
                 inputs[value, scheme.bits] = body.graph.call_module(name, (value,))
-            inputs[value, scheme.bits].meta = {key: value.meta[key] for key in ("val", "nn_module_stack") if key in value.meta}
+            inputs[value, scheme.bits].meta = {key: value.meta[key] for key in KEPT_META if key in value.meta}
         layer.replace_input_with(value, inputs[value, scheme.bits])
 
 
@@ -259,7 +261,7 @@ def _insert_activation(
     readers = [user for user in node.users if point.everywhere or user in integer]
     with body.graph.inserting_after(node):
         new = body.graph.call_module(name, (node,))
-    new.meta = {key: node.meta[key] for key in ("val", "nn_module_stack") if key in node.meta}
+    new.meta = {key: node.meta[key] for key in KEPT_META if key in node.meta}
     for user in readers:
         user.replace_input_with(node, new)
     if point.clamp is not None and quantizer.clamp == point.clamp and len(node.users) == 1:
