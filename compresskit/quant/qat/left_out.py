@@ -65,8 +65,9 @@ def say_what_is_left_out(model: nn.Module, example: Inputs, quantized: Quantized
         )
     if names := _with_frozen_statistics(model, quantized):
         log.warning(
-            "%s: the statistics of %s stay as they are from the first step, since a layer behind takes them in, or they are read"
-            " in float; take a learning rate for a network without BatchNorm there",
+            "%s: the statistics of %s stay as they are from the first step: a layer behind takes them in, the one before is"
+            " computed as another (a transposed convolution), or they are read in float; take a rate for a network without"
+            " BatchNorm there",
             where,
             few_names(names),
         )
