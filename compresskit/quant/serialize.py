@@ -171,7 +171,7 @@ def _dynamic(saved: Any) -> Dynamic:
 
 def _example_record(model: Quantized) -> dict[str, Any]:
     """What a file keeps of the example: as little of indices as lets the model run, such as one of columns in several tables."""
-    whole = _inputs_record(model.example, lambda numbers: numbers)
+    whole = _inputs_record(model.example, _as_given)
     records = (_inputs_record(model.example, indices) for indices in STAND_INS)
     first = next(records)
     return next((kept for kept in (first, *records) if kept == whole or _runs_on(model, _example(kept))), first)
@@ -231,8 +231,18 @@ def _first_row(numbers: Tensor) -> Tensor:
     return numbers[:1].expand_as(numbers)
 
 
-#: What a file keeps of indices, the least first: of all, of each column, of each row of a table that stands on its side.
-STAND_INS: tuple[Indices, ...] = (_greatest_two, partial(_greatest_two, dim=-1), partial(_greatest_two, dim=-2), _first_row)
+def _as_given(numbers: Tensor) -> Tensor:
+    return numbers
+
+
+#: What a file keeps of indices, the least first: of all, of each column, of each row of a table that stands on its side, of each
+#: entry of the first dimension, one row, and what is there.
+STAND_INS: tuple[Indices, ...] = (
+    _greatest_two,
+    *(partial(_greatest_two, dim=dim) for dim in (-1, -2, 0)),
+    _first_row,
+    _as_given,
+)
 
 
 def _stand_in(value: Tensor, indices: Indices) -> Tensor:

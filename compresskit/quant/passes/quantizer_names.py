@@ -53,7 +53,7 @@ def check_reached(body: fx.GraphModule, layers: Mapping[str, str]) -> None:
         more = "" if len(unreached) <= MOST_UNREACHED else f" and {len(unreached) - MOST_UNREACHED} more"
         raise DataError(
             f"the calibration data do not reach {', '.join(named)}{more}, so that nothing is known of the values that are rounded"
-            f" there; calibrate with data that reach all layers, or leave these in float: skip=({named[0]}, ...)"
+            f" there; calibrate with data that reach all layers, or leave these in float: skip=({', '.join(named)},)"
         )
 
 

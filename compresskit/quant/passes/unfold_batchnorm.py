@@ -271,6 +271,8 @@ def _unfold_float_norms_(body: fx.GraphModule) -> None:
         if any(name != f"{path}.{leaf}" for leaf, name in named.items()):
             continue  # of modules that share tensors
         holder = body.get_submodule(path)
+        if {*dict(holder.named_parameters()), *dict(holder.named_buffers())} - {*NORM_LEAVES, "num_batches_tracked"}:
+            continue  # of one that holds other layers
         tensors = [None if (value := getattr(holder, leaf, None)) is None else value.detach() for leaf in NORM_LEAVES]
         parts = dict(zip(("gamma", "beta", "mean", "var"), tensors, strict=True))
         frozen = frozenset(key for key, leaf in (("gamma", "weight"), ("beta", "bias")) if not _trains(holder, leaf))
@@ -319,7 +321,8 @@ def unfold_batchnorm_(body: fx.GraphModule, folds: list[FoldedScales]) -> None:
         if isinstance(fold, FoldedBatchNorm):
             unfolded: UnfoldedLayer = ConvBN(fold, call, roundings)
             name = fold.norm or free_name(body, "norm")  # of one that is called by a model itself, "" names all of it
-            if isinstance(getattr(body, name.partition(".")[0], None), QuantizerHolder):  # it was free once it was folded
+            taken = isinstance(getattr(body, name.partition(".")[0], None), QuantizerHolder)  # it was free once it was folded
+            if taken or _holds_tensors(body, name):
                 name = free_name(body, name.replace(".", "_"))
         else:
             unfolded, name = UnfoldedLayer(call, roundings, fold.scales or Scales()), free_name(body, f"scales_of_{layer.name}")
@@ -339,6 +342,12 @@ def unfold_batchnorm_(body: fx.GraphModule, folds: list[FoldedScales]) -> None:
             node.args = (node.args[0], weight, None if fold.tensors["bias"] is None else bias, *rest)
             node.meta["bias"] = None if bias is None else str(parameter_name(bias))
     _drop_unread_nodes_(body)
+
+
+def _holds_tensors(body: fx.GraphModule, path: str) -> bool:
+    """Whether a module of the graph still holds something, as a norm does that computes its activation by a layer."""
+    module = dict(body.named_modules()).get(path)
+    return module is not None and bool([*module.parameters(), *module.buffers()])
 
 
 def _put_back_(body: fx.GraphModule, name: str, fold: FoldedScales, leaf: str, like: Tensor) -> None:

@@ -497,3 +497,30 @@ def test_data_that_are_not_finite_are_named(caplog) -> None:
     quantize_dynamic(nn.Sequential(nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 7)).eval(), x)
     assert "outputs of the float model on the example are nan or infinite" in caplog.text
     assert "leaves float what costs most" not in caplog.text
+
+
+class Experts(nn.Module):
+    """Each row goes to one of two layers; the first entry says which."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(6, 16), nn.Linear(6, 16)])
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x):
+        y = x.new_zeros(len(x), 16)
+        for expert, chosen in zip(self.experts, (x[:, 0] > 0, x[:, 0] <= 0), strict=True):
+            (rows,) = torch.where(chosen)
+            y = y.index_add(0, rows, expert(x[rows]))
+        return self.head(y)
+
+
+def test_an_expert_may_get_no_rows(tmp_path) -> None:
+    x = torch.randn(16, 6, generator=torch.Generator().manual_seed(0))
+    quantized = quantize_dynamic(Experts().eval(), x)
+    alone = x[x[:, 0] > 0]
+    file = ck.export_onnx(quantized, tmp_path / "model.onnx", (alone,))
+    assert ck.verify_onnx(file, quantized, [(x,), (alone,), (alone[:1],)]).passed
+    with pytest.raises(DataError, match=r"calibration data do not reach 'experts\.1', .*skip=\('experts\.1',\)"):
+        ck.quant.quantize_static(Experts().eval(), [(alone,)])
+    ck.quant.quantize_static(Experts().eval(), [(alone,)], skip=("experts.1",))

@@ -101,3 +101,28 @@ def test_a_recurrent_layer_multiplies_once_a_step() -> None:
     x = torch.randn(3, 10, 8)
     coverage = ck.quant.quantize_dynamic(Last().eval(), (x,), dynamic=(0, 1)).placement.coverage
     assert coverage.macs[1] == 10 * (24 * 8 + 24 * 6)
+
+
+class Positions(nn.Module):
+    """Adds what two layers make of a stored grid, as position biases are."""
+
+    def __init__(self, wide: int) -> None:
+        super().__init__()
+        self.make = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 6))
+        self.up, self.down = nn.Linear(6, wide), nn.Linear(wide, 6)
+        self.register_buffer("grid", torch.randn(5, 2))
+
+    def forward(self, x):
+        return self.down(self.up(x + self.make(self.grid)).relu())
+
+
+@pytest.mark.parametrize(("wide", "once"), [(256, True), (16, False)], ids=["small", "much of the model"])
+def test_what_reads_stored_tensors_alone_is_computed_once(wide, once, tmp_path) -> None:
+    model, x = Positions(wide).eval(), torch.randn(4, 5, 6)
+    for quantized in (ck.quant.quantize_static(model, [x]), ck.quant.quantize_dynamic(model, x)):
+        reasons = quantized.placement.coverage.reasons
+        assert ("make.0" in reasons) == ("make.2" in reasons) == once
+        assert not once or "a runtime computes it once" in reasons["make.0"]
+        assert not once or quantized.placement.coverage.macs[0] == quantized.placement.coverage.macs[1] == 2 * 5 * 6 * wide
+        ck.save(quantized, tmp_path / type(quantized.origin).__name__)
+        assert torch.equal(ck.load(Positions(wide), tmp_path / type(quantized.origin).__name__)(x), quantized(x))

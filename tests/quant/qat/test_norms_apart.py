@@ -123,7 +123,31 @@ def test_it_trains_as_in_float(kind, tmp_path, caplog) -> None:
     torch.testing.assert_close(ck.load(copy.deepcopy(model).eval(), tmp_path / "saved")(X), quantized(X), rtol=0, atol=0)
 
 
+class WithPReLU(nn.BatchNorm2d):
+    """A norm that holds its activation, as those of timm do."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.act = nn.PReLU()
+
+    def forward(self, x):
+        return self.act(super().forward(x))
+
+
+class InTwoPlaces(nn.Module):
+    """One norm of maps behind two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.norm = nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)
+
+    def forward(self, x):
+        return self.norm(self.b(self.norm(self.a(x).relu())).relu())
+
+
 FROZEN = {
+    "that holds a layer": lambda: behind_relu(WithPReLU(8)),
+    "in two places": lambda: images(InTwoPlaces()),
     "of the input, taken in by a convolution": lambda: nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 8, 3), *images()[1:]),
     "of instances": lambda: behind_relu(nn.InstanceNorm2d(8, track_running_stats=True)),
 }
@@ -135,3 +159,11 @@ def test_one_whose_statistics_do_not_follow_is_named(kind, caplog) -> None:
     (name,) = norms_of(model)
     prepare_qat(model, [X])
     assert f"prepare_qat: the statistics of '{name}' stay as they are from the first step" in caplog.text
+
+
+def test_a_norm_behind_a_layer_may_hold_another() -> None:
+    model = with_statistics(images(nn.Conv2d(8, 8, 3), WithPReLU(8)))
+    quantized = prepare_qat(model, [X])
+    quantized.enable_(False)
+    torch.testing.assert_close(quantized(X), model.train()(X), rtol=1e-4, atol=1e-4)
+    quantized.convert_()
