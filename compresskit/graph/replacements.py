@@ -190,7 +190,7 @@ def _without_activation(layer: nn.Module) -> nn.Module:
     """A BatchNorm with a forward of somebody's own as one of torch's, with the same tensors; other layers as they are."""
     if not isinstance(layer, nn.modules.batchnorm._BatchNorm) or type(layer).__module__.startswith("torch."):
         return layer
-    kind = next(base for base in type(layer).__mro__ if base.__module__.startswith("torch."))
+    kind: Any = next(base for base in type(layer).__mro__ if base.__module__.startswith("torch."))
     if type(layer).forward is kind.forward or kind is nn.modules.batchnorm._BatchNorm:
         return layer
     plain = kind(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
