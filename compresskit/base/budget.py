@@ -153,6 +153,7 @@ class Budgeted:
         return super().__new__(cls)
 
 
-def percent_above(value: float, than: float) -> str:
-    """A fraction in percent, with as many digits as show that it is above another: 50.04% and not 50.0% above 50.0%."""
-    return next((text for digits in range(1, 9) if (text := f"{value:.{digits}%}") != f"{than:.{digits}%}"), f"{value:.9%}")
+def percents(*fractions: float) -> tuple[str, ...]:
+    """Fractions in percent, each with as many digits as tell them apart: 50.00% and 50.04%, and not 50.0% twice."""
+    texts = [tuple(f"{each:.{digits}%}" for each in fractions) for digits in range(1, 10)]
+    return next((found for found in texts if len({*found}) == len({*fractions})), texts[0])

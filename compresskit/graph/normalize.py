@@ -21,6 +21,8 @@ Node = Any
 
 #: Key of a node's meta: the `nn_module_stack` of the operator behind it that it took in, and whose output it gives since.
 GIVES_OUTPUT_OF = "output_of"
+#: The same of an operator before it, whose input it reads since.
+READS_INPUT_OF = "input_of"
 
 #: Operators that do nothing in eval mode; they are taken out of the graph.
 IDENTITIES = frozenset(
@@ -365,3 +367,8 @@ def _fold_(module: fx.GraphModule, family: list[Node], numbers: Mapping[Node, to
 def give_output_of_(node: Node, behind: Node) -> None:
     """Record that a node gives the output of an operator behind it, which it takes in."""
     node.meta[GIVES_OUTPUT_OF] = behind.meta.get("nn_module_stack") or {}
+
+
+def read_input_of_(node: Node, before: Node) -> None:
+    """Record that a node reads the input of an operator before it, which it takes in."""
+    node.meta[READS_INPUT_OF] = before.meta.get("nn_module_stack") or {}

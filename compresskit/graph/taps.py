@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.graph.interpreter import run_graph
-from compresskit.graph.normalize import GIVES_OUTPUT_OF
+from compresskit.graph.normalize import GIVES_OUTPUT_OF, READS_INPUT_OF
 
 INPUT = ":in"
 
@@ -185,10 +185,12 @@ def _node_of(nodes: list[fx.Node], name: str, *, entry: bool) -> fx.Node:
                 f"tap {name!r}: what it computes is merged with {where} behind it here, and is no value of its own; {remedy}"
             )
         return last
-    if name not in _modules_around(nodes[0]):
+    before = _modules_around(nodes[0], READS_INPUT_OF) if READS_INPUT_OF in nodes[0].meta else _modules_around(nodes[0])
+    if name not in before:
+        where = repr([*before][-1]) if before else "code"
         raise ModelError(
-            f"tap {name + INPUT!r}: it is merged with {[*_modules_around(nodes[0])][-1]!r} before it here, so that its input is"
-            f" no value; tap its output, {name!r}"
+            f"tap {name + INPUT!r}: it is merged with {where} before it here, so that its input is no value; tap its output,"
+            f" {name!r}"
         )
     first = nodes[0].args[0]
     return first[0] if isinstance(first, list | tuple) else first  # type: ignore[return-value]

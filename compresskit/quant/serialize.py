@@ -172,9 +172,10 @@ def _dynamic(saved: Any) -> Dynamic:
 def _example_record(model: Quantized) -> dict[str, Any]:
     """What a file keeps of the example: as little of indices as lets the model run, such as one of columns in several tables."""
     whole = _inputs_record(model.example, _as_given)
-    records = (_inputs_record(model.example, indices) for indices in STAND_INS)
-    first = next(records)
-    return next((kept for kept in (first, *records) if kept == whole or _runs_on(model, _example(kept))), first)
+    records = [_inputs_record(model.example, indices) for indices in STAND_INS]
+    if records[0] == whole:
+        return whole
+    return next((kept for kept in records if _runs_on(model, _example(kept))), records[0])
 
 
 def _runs_on(model: Quantized, example: Inputs) -> bool:
@@ -232,6 +233,7 @@ def _first_row(numbers: Tensor) -> Tensor:
 
 
 def _as_given(numbers: Tensor) -> Tensor:
+    """All of them."""
     return numbers
 
 

@@ -108,10 +108,7 @@ def compress(
 
 
 def _compress(model: nn.Module, task: Task, budget: Ceilings, out: Path, settings: SearchSettings) -> Search:
-    _check_request(model, task, budget)
-    if task.train is None and (settings.train is not None or budget.minutes is not None):
-        setting = "at_most(minutes=...)" if settings.train is None else "compress(train=...)"
-        raise SettingError(f"{setting} trains finalists, which needs Task(train=...); give it, or leave the setting out")
+    _check_request(model, task, budget, trains=settings.train is not None)
     import_optuna()
     train = with_objective(settings.train or Train(steps=1), model, task) if settings.train or budget.minutes else None
     preflight_check(model, task, [] if train is None else [train], dynamic=settings.dynamic)
@@ -255,11 +252,11 @@ def _holds_out_a_part(workshop: Workshop) -> bool:
 def _write_script(recipe: Recipe, out: Path, title: str) -> None:
     """Write the recipe as a script; one that somebody changed since a search wrote it is kept under another name."""
     text, path, written = as_script(recipe, title=title, name=SCRIPT, out="again"), out / SCRIPT, out / SCRIPT_DIGEST
-    before = path.read_text() if path.exists() else text
+    before = path.read_text(errors="replace") if path.exists() else text
     if before != text and not (written.exists() and written.read_text() == short_hash(before)):
         kept = next(name for i in count(1) if not (name := path.with_stem(f"{path.stem}-{i}")).exists())
         path.replace(kept)
-        log.warning("compress: %s was changed by hand; it is kept as %s", path, kept.name)
+        log.warning("compress: %s is not as a search wrote it; it is kept as %s", path, kept.name)
     with atomic(path) as file, atomic(written) as digest:
         file.write_text(text)
         digest.write_text(short_hash(text))
@@ -273,8 +270,8 @@ def _settings(options: SearchOptions) -> SearchSettings:
     return SearchSettings(**{name: as_python(value) for name, value in options.items()})  # type: ignore[arg-type]
 
 
-def _check_request(model: nn.Module, task: Task, budget: Ceilings) -> None:
-    """Raise SettingError or ModelError where it is plain that the search cannot work."""
+def _check_request(model: nn.Module, task: Task, budget: Ceilings, *, trains: bool) -> None:
+    """Raise SettingError or ModelError where it is plain that the search cannot work. trains: whether `train` was given."""
     if not isinstance(model, nn.Module):
         raise SettingError(f"compress(model): wanted a trained module, got {type(model).__name__}")
     if is_quantized(model):
@@ -296,6 +293,9 @@ def _check_request(model: nn.Module, task: Task, budget: Ceilings) -> None:
         raise SettingError(
             "compress: candidates are calibrated and repaired by data, got none; pass Task(calibration=...), without labels"
         )
+    if task.train is None and (trains or budget.minutes is not None):
+        setting = "compress(train=...)" if trains else "at_most(minutes=...)"
+        raise SettingError(f"{setting} trains finalists, which needs Task(train=...); give it, or leave the setting out")
     if task.prefers_higher is None:
         raise SettingError("compress: whether a larger metric is better is not said; pass Task(higher_is_better=...)")
     if budget.drop is not None:

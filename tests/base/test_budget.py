@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import compresskit as ck
-from compresskit.base.budget import QUANTITIES, percent_above
+from compresskit.base.budget import QUANTITIES, percents
 from compresskit.base.errors import SettingError
 from compresskit.base.fingerprint import describe
 
@@ -114,7 +114,8 @@ def test_functions_say_the_same(function, allowed) -> None:
         assert eval(str(raised.value).rpartition("budget=")[2], {"ck": ck}).quantity in allowed
 
 
-def test_percent_of_what_is_just_above_another() -> None:
-    assert percent_above(0.6, 0.5) == "60.0%"
-    assert percent_above(0.50004, 0.5) == "50.004%"
-    assert percent_above(0.5 + 1e-12, 0.5) == "50.000000000%"
+def test_percents_are_told_apart() -> None:
+    assert percents(0.6, 0.5) == ("60.0%", "50.0%")
+    assert percents(0.5, 0.50004) == ("50.000%", "50.004%")
+    assert percents(0.4996, 0.4998) == ("49.96%", "49.98%")
+    assert percents(0.5, 0.5) == percents(0.5, 0.5 + 1e-12) == ("50.0%", "50.0%")

@@ -113,7 +113,10 @@ def test_a_recipe_that_somebody_changed_is_kept(model, task, tmp_path, caplog) -
         (tmp_path / "recipe.py").write_text(f"{second}# {number}")
         assert search("1.9x") == second
         assert (tmp_path / f"recipe-{number}.py").read_text() == f"{second}# {number}"
-        assert f"recipe.py was changed by hand; it is kept as recipe-{number}.py" in caplog.text
+        assert f"recipe.py is not as a search wrote it; it is kept as recipe-{number}.py" in caplog.text
+    (tmp_path / "recipe.py").write_bytes(b"\xff")
+    assert search("1.9x") == second
+    assert (tmp_path / "recipe-3.py").read_bytes() == b"\xff"
 
 
 def test_a_function_that_no_written_recipe_can_have_is_refused(model, task, tmp_path) -> None:

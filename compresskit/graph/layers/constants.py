@@ -27,7 +27,7 @@ from compresskit.graph.layers.stored import (
     stored_value,
     sum_over_inputs,
 )
-from compresskit.graph.normalize import Node, aten, give_output_of_
+from compresskit.graph.normalize import Node, aten, give_output_of_, read_input_of_
 from compresskit.graph.surgery import free_name, get_tensor
 
 
@@ -150,6 +150,7 @@ def _fold_before(merging: Merging, layer: Node) -> None:
     x = affine.x if rest is None else _insert_constant(merging, layer, affine.x, aten.add.Tensor, rest, layer_axis(layer))
     layer.args = (x, *layer.args[1:])
     merging.joined("before", layer, steps)
+    read_input_of_(layer, steps[-1])
     for step in steps:
         merging.module.graph.erase_node(step)
 

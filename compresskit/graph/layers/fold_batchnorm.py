@@ -29,6 +29,8 @@ from compresskit.graph.layers.stored import (
 from compresskit.graph.normalize import Node, aten, give_output_of_
 from compresskit.graph.surgery import get_tensor
 
+NORM_LEAVES = ("weight", "bias", "running_mean", "running_var")  # what BatchNorm calls its tensors, in the operator's order
+
 
 @dataclass(frozen=True, kw_only=True)
 class FoldedScales:
@@ -166,21 +168,50 @@ def _only_they_read(module: fx.GraphModule, nodes: list[Node]) -> bool:
 def _record_norm(module: fx.GraphModule, calls: list[tuple[Node, Node]]) -> tuple[str, FoldedBatchNorm] | None:
     layer, norm = calls[0]
     nodes = (layer.args[1], layer.args[2] if len(layer.args) > 2 else None, *norm.args[1:5])
-    names = ("weight", "bias", "gamma", "beta", "mean", "var")
     read = [node for node in nodes if node is not None]
     if len({parameter_name(n) for n in read}) < len(read) or not _only_they_read(module, [n for call in calls for n in call]):
         return None
-    tensors = {name: stored_value(module, node) for name, node in zip(names, nodes, strict=True)}
-    path = str(parameter_name(norm.args[3])).rpartition(".")[0]
-    stored = {name: get_tensor(module, str(parameter_name(n))) for name, n in zip(names, nodes, strict=True) if n is not None}
-    return str(parameter_name(layer.args[1])), FoldedBatchNorm(
-        layer=layer,
-        others=tuple(other for other, _ in calls[1:]),
-        norm=path,
-        tensors=tensors,
-        momentum=norm.args[6] or 0.1,  # captured in eval mode, a cumulative average reads 0
-        eps=norm.args[7],
-        frozen=frozenset(name for name, value in stored.items() if not value.requires_grad),
+    own = of_norm(module, norm)
+    layers = {"weight": layer.args[1], "bias": nodes[1]}
+    frozen = {key for key, n in layers.items() if n is not None and not get_tensor(module, str(parameter_name(n))).requires_grad}
+    own["tensors"] |= {key: stored_value(module, n) for key, n in layers.items()}
+    own["frozen"] |= frozen
+    return str(parameter_name(layer.args[1])), FoldedBatchNorm(layer=layer, others=tuple(other for other, _ in calls[1:]), **own)
+
+
+def of_norm(module: fx.GraphModule, norm: Node) -> dict[str, Any]:
+    """What a `FoldedBatchNorm` says of the BatchNorm, a node whose parameters are stored, and not of the layer: its settings."""
+    reads = dict(zip(("gamma", "beta", "mean", "var"), norm.args[1:5], strict=True))
+    stored = {key: get_tensor(module, str(parameter_name(read))) for key, read in reads.items() if read is not None}
+    return {
+        "norm": str(parameter_name(norm.args[3])).rpartition(".")[0],
+        "tensors": {key: stored_value(module, read) for key, read in reads.items()},
+        "frozen": frozenset(key for key, value in stored.items() if not value.requires_grad),
+        "momentum": norm.args[6] or 0.1,  # captured in eval mode, a cumulative average reads 0
+        "eps": norm.args[7],
+    }
+
+
+def norms_by_name(module: fx.GraphModule) -> dict[str, list[Node]]:
+    """The calls of each BatchNorm with running statistics, by the name of the module that holds its tensors, and no others."""
+    calls: dict[str, list[Node]] = {}
+    readers: dict[str, set[Node]] = {}
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            readers.setdefault(str(node.target), set()).update(node.users)
+        if node.target is aten.batch_norm.default and not node.args[5]:
+            calls.setdefault(str(parameter_name(node.args[3])).rpartition(".")[0], []).append(node)
+    return {path: nodes for path, nodes in calls.items() if path and _own_their_tensors(module, path, nodes, readers)}
+
+
+def _own_their_tensors(module: fx.GraphModule, path: str, norms: list[Node], readers: dict[str, set[Node]]) -> bool:
+    holder, names = module.get_submodule(path), [f"{path}.{leaf}" for leaf in NORM_LEAVES]
+    held = {*dict(holder.named_parameters()), *dict(holder.named_buffers())} - {"num_batches_tracked"}
+    given = [pair for node in norms for pair in zip(names, node.args[1:5], strict=True) if pair[1] is not None]
+    return (
+        held.issubset(NORM_LEAVES)
+        and all(parameter_name(read) == name for name, read in given)
+        and all(readers.get(name, set()).issubset(norms) for name in names)
     )
 
 

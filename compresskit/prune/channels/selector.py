@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from compresskit.base.budget import Budget, percent_above
+from compresskit.base.budget import Budget, percents
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.task import Inputs
 from compresskit.graph.surgery import copy_model
@@ -146,8 +146,8 @@ class ChannelSelector:
     def _counted_plan(self) -> Plan:
         plan, reached = self._plan_for(self.budget.kept)
         if reached > self.budget.kept * (1 + 1e-9):
-            least = percent_above(reached, self.budget.kept)
-            raise ModelError(f"{self._wish()}, only {least} can be reached{self._reasons()}{self._finer()}")
+            wanted, least = percents(self.budget.kept, reached)
+            raise ModelError(f"{self._wish(wanted)}, only {least} can be reached{self._reasons()}{self._finer()}")
         return plan
 
     def _finer(self) -> str:
@@ -181,14 +181,15 @@ class ChannelSelector:
                 guess = low if best is None and len(tried) == MOST_CANDIDATES - 1 else (low + high) / 2
         if best is None:
             reached, counted = min(tried)
+            wanted, least = percents(self.budget.kept, reached)
             raise ModelError(
-                f"{self._wish()}; the least that was measured is {reached:.1%}, with {counted:.1%} of the {self.unit}"
+                f"{self._wish(wanted)}; the least that was measured is {least}, with {counted:.1%} of the {self.unit}"
                 f"{self._reasons()}"
             )
         return best
 
-    def _wish(self) -> str:
-        return f"{type(self.model).__name__}: wanted {self.budget.kept:.1%} of the {self.measured or self.unit}"
+    def _wish(self, kept: str = "") -> str:
+        return f"{type(self.model).__name__}: wanted {kept or f'{self.budget.kept:.1%}'} of the {self.measured or self.unit}"
 
     def _reasons(self) -> str:
         reasons = list(self.analysis.locked_by_macs().items())

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from torch import Tensor, nn
 
-from compresskit.base.budget import Budget, Quantity, check_budget, percent_above, takes_budget
+from compresskit.base.budget import Budget, Quantity, check_budget, percents, takes_budget
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.inputs import AnyInputs, as_inputs, calibration_inputs
 from compresskit.base.progress import progress_bar
@@ -297,10 +297,10 @@ class _Planner:
         return count_macs(model, self.counted)
 
     def _refusal(self, budget: Budget | None, count: int, removed: tuple[str, ...]) -> str:
-        wish = f"{count} blocks to remove" if budget is None else f"{budget.kept:.1%} of the {budget.quantity}"
-        reached = f"there are only {len(removed)}"
+        wish, reached = f"{count} blocks to remove", f"there are only {len(removed)}"
         if budget is not None:
-            reached = f"only {percent_above(self._kept(removed, budget), budget.kept)} can be reached"
+            wanted, least = percents(budget.kept, self._kept(removed, budget))
+            wish, reached = f"{wanted} of the {budget.quantity}", f"only {least} can be reached"
         some = [f"{path}: {reason}" for path, reason in list(self.found.locked.items())[:MOST_LOCKED]]
         return f"{type(self.model).__name__}: wanted {wish}, {reached}; locked: {'; '.join(some) or 'none'}; ask for less"
 
@@ -342,8 +342,9 @@ class _Planner:
                 order, grew = outermost((*order, step)), True
         failure = None if best is None else check_blocks(self.model, best.paths, self.inputs)
         if best is None or failure is not None:
+            wanted, least = percents(budget.kept, reached)
             raise ModelError(
-                f"{type(self.model).__name__}: wanted {budget.kept:.1%} of the {quantity}; the least that was measured is"
-                f" {reached:.1%}, without {', '.join(order)}{'' if failure is None else f' ({failure})'}; ask for less"
+                f"{type(self.model).__name__}: wanted {wanted} of the {quantity}; the least that was measured is"
+                f" {least}, without {', '.join(order)}{'' if failure is None else f' ({failure})'}; ask for less"
             )
         return best

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from compresskit.base.budget import Budget, Quantity, check_budget, percent_above, takes_budget
+from compresskit.base.budget import Budget, Quantity, check_budget, percents, takes_budget
 from compresskit.base.errors import CheckpointError, DataError, ModelError, SettingError, named_first_line
 from compresskit.base.files import sealed, unsealed
 from compresskit.base.inputs import AnyInputs, as_inputs, call_checked, each_inputs
@@ -194,9 +194,9 @@ def plan_ranks(
     total = whole if budget.quantity == "macs" else count_parameters(model)
     chosen, left = _select({name: found for name, found in options.items() if found}, float(total), budget.kept)
     if left > budget.kept * total * (1 + 1e-9):
-        least, whole_layers = percent_above(left / total, budget.kept), [f"{name}: {why}" for name, why in locked.items()]
+        (wanted, least), whole_layers = percents(budget.kept, left / total), [f"{name}: {why}" for name, why in locked.items()]
         raise ModelError(
-            f"{type(model).__name__}: wanted {budget.kept:.1%} of the {budget.quantity}, only {least} can be reached by low rank;"
+            f"{type(model).__name__}: wanted {wanted} of the {budget.quantity}, only {least} can be reached by low rank;"
             f" whole layers: {'; '.join(whole_layers[:MOST_WHOLE_LAYERS]) or 'none'}; ask for less, or remove channels with Prune"
         )
     seen = {name: statistics[name].rows if name in statistics else 0 for name in chosen} if batches is not None else {}

@@ -130,8 +130,7 @@ def insert_dynamic_quantizers_(captured: Captured, placement: Placement, target:
     nodes = {node.name: node for node in body.graph.nodes}
     rounded: dict[Node, Node] = {}
     for point in placement.points:
-        label = placement.layers.get(point.node, "") or point.node
-        name = add_quantizer_(body, point.node, DynamicActivation(label))
+        name = add_quantizer_(body, point.node, DynamicActivation())
         with body.graph.inserting_after(nodes[point.node]):
             rounded[nodes[point.node]] = body.graph.call_module(name, (nodes[point.node],))
     stored: dict[tuple[str, int], str] = {}

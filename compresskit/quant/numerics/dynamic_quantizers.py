@@ -17,18 +17,12 @@ from compresskit.quant.numerics.scheme import Scheme
 
 
 class DynamicActivation(Quantizer):
-    """Rounds an activation to uint8 over the range of the present call. label: name of the layer, for messages."""
+    """Rounds an activation to uint8 over the range of the present call."""
 
     of_activations = True
 
-    def __init__(self, label: str = "") -> None:
-        super().__init__()
-        self.label = label
-
     def forward(self, x: Tensor) -> Tensor:
-        if not self.enabled or x.numel() == 0:  # rows that code picks, as for an expert, may be none
-            return x
-        return round_dynamically(x)
+        return round_dynamically(x) if self.enabled else x
 
 
 class RowQuantizer(Quantizer):

@@ -118,7 +118,10 @@ def _layer_cost(graph: fx.Graph, node: Node) -> LayerCost:
         return _recurrent_cost(graph, node)
     operands = node.args[1:3] if kind == "addmm" else node.args[:3]
     tensors = [_tensor(graph, a) for a in operands]
-    parameters = sum(t.numel() for a, t in zip(operands, tensors, strict=False) if t is not None and parameter_name(a))
+    stored = [(a, t) for a, t in zip(operands, tensors, strict=False) if t is not None and parameter_name(a)]
+    if kind in ("conv", "conv_transpose", "linear") and stored and stored[0][0] is operands[0]:
+        stored = stored[1:]  # a grid of coordinates, say, that the layer reads
+    parameters = sum(t.numel() for _, t in stored)
     x, weight = tensors[:2]
     assert x is not None
     assert weight is not None

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from compresskit.graph.capture import parameter_name
-from compresskit.graph.layers.fold_batchnorm import FoldedBatchNorm
-from compresskit.graph.layers.stored import CONV_OF_RANK, drop_unused_, stored_value
+from compresskit.graph.layers.fold_batchnorm import FoldedBatchNorm, norms_by_name, of_norm
+from compresskit.graph.layers.stored import CONV_OF_RANK, drop_unused_
 from compresskit.graph.masks import map_mask_
 from compresskit.graph.normalize import Node, aten, insert_call
 from compresskit.graph.surgery import free_name, get_tensor, owner
@@ -31,7 +31,8 @@ _GATED_ACTIVATIONS = {aten.silu.default: aten.sigmoid.default, aten.hardswish.de
 
 def rewrite_(module: fx.GraphModule, target: Target) -> list[FoldedBatchNorm]:
     """Apply the rewrites that help on the target, in place; returns the BatchNorms that became layers of their own."""
-    norms, alone = list[FoldedBatchNorm](), _norms_alone(module)
+    norms: list[FoldedBatchNorm] = []
+    alone = {path for path, calls in norms_by_name(module).items() if len(calls) == 1}
     if "conv" in target.operators:
         rewrite_transposed_(module)
     for node in list(module.graph.nodes):
@@ -39,7 +40,8 @@ def rewrite_(module: fx.GraphModule, target: Target) -> list[FoldedBatchNorm]:
         if gate is not None and _kind_of(gate) in target.operators and "mul" in target.operators:
             _split_gate(module.graph, node, gate)
         elif node.target is aten.batch_norm.default and "conv" in target.operators:
-            norms += [norm for norm in _norm_to_conv(module, node) if norm.norm in alone]
+            norm = _norm_to_conv(module, node)
+            norms += [norm] if norm is not None and norm.norm in alone else []
         elif node.target is aten.conv2d.default and _is_of_patches(module, node, target):
             _patches_to_linear(module, node)
     for node in list(module.graph.nodes):
@@ -157,38 +159,15 @@ def _patches_to_linear(module: fx.GraphModule, node: Node) -> None:
     module.graph.erase_node(node)
 
 
-def _held_by(holder: nn.Module) -> list[tuple[str, Tensor]]:
-    """The tensors in a module and those inside of it, but for a count of batches."""
-    named = [*holder.named_parameters(), *holder.named_buffers()]
-    return [(name, value) for name, value in named if name != "num_batches_tracked"]
-
-
-def _norms_alone(module: fx.GraphModule) -> set[str]:
-    """Names of modules that hold a BatchNorm, called once, whose tensors nothing else reads, and nothing besides."""
-    readers: dict[str, set[Node]] = {}
-    for node in module.graph.nodes:
-        if node.op == "get_attr":
-            readers.setdefault(str(node.target), set()).update(node.users)
-    found = set()
-    for node in module.graph.nodes:
-        if node.target is aten.batch_norm.default and all(read is None or read.op == "get_attr" for read in node.args[1:5]):
-            names = {str(read.target) for read in node.args[1:5] if read is not None}
-            path = str(node.args[3].target).rpartition(".")[0] if node.args[3] is not None else ""
-            held = {f"{path}.{name}" for name, _ in [*_held_by(module.get_submodule(path))]} if path else set()
-            if path and all(readers[name] == {node} for name in names) and held == names and names:
-                found.add(path)
-    return found
-
-
-def _norm_to_conv(module: fx.GraphModule, node: Node) -> list[FoldedBatchNorm]:
-    """Make a BatchNorm a depthwise convolution; returns it as folded into one with weights of 1, if training can unfold it."""
+def _norm_to_conv(module: fx.GraphModule, node: Node) -> FoldedBatchNorm | None:
+    """Make a BatchNorm a depthwise convolution; returns it as folded into one with weights of 1, None where it stays."""
     x, gamma, beta, mean, var = node.args[:5]
     conv = CONV_OF_RANK.get(x.meta["val"].ndim)
     names = [parameter_name(n) for n in (gamma, beta, mean, var)]
     if conv is None or None in names[2:] or any(n is not None and parameter_name(n) is None for n in (gamma, beta)):
-        return []  # a weight that is computed, such as exp(parameter), has no values here
-    stored = {key: stored_value(module, n) for key, n in zip(("gamma", "beta", "mean", "var"), node.args[1:5], strict=True)}
-    scale, shift = _scale_and_shift(stored, node.args[7])
+        return None  # a weight that is computed, such as exp(parameter), has no values here
+    own = of_norm(module, node)
+    scale, shift = _scale_and_shift(own["tensors"], own["eps"])
     channels, rank = len(scale), x.meta["val"].ndim
     dtype, spatial = x.meta["val"].dtype, rank - 2
     holder = nn.Module()
@@ -203,18 +182,11 @@ def _norm_to_conv(module: fx.GraphModule, node: Node) -> list[FoldedBatchNorm]:
     for read, values in ((weight, holder.weight), (bias, holder.bias)):
         read.meta["val"] = x.meta["val"].new_empty(values.shape)
     new.meta = dict(node.meta)
-    given = zip(stored, names, strict=True)
-    frozen = {key for key, own in given if own is not None and not get_tensor(module, own).requires_grad}
     node.replace_all_uses_with(new)
     module.graph.erase_node(node)
-    ones = torch.ones_like(holder.weight)
-    norm, momentum = str(names[2]).rpartition(".")[0], node.args[6] or 0.1  # captured in eval mode, a cumulative average reads 0
-    return [
-        FoldedBatchNorm(
-            layer=new, norm=norm, tensors={"weight": ones, "bias": None, **stored}, momentum=momentum, eps=node.args[7],
-            frozen=frozenset(frozen | {"weight"}),
-        )
-    ]  # fmt: skip
+    own["tensors"] |= {"weight": torch.ones_like(holder.weight), "bias": None}
+    own["frozen"] |= {"weight"}
+    return FoldedBatchNorm(layer=new, **own)
 
 
 def _scale_and_shift(stored: Mapping[str, Tensor | None], eps: float) -> tuple[Tensor, Tensor]:

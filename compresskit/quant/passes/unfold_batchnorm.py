@@ -24,7 +24,7 @@ from torch import Tensor, fx, nn
 
 from compresskit.base.distributed import joins_rows, sync_batch_norm
 from compresskit.graph.capture import parameter_name
-from compresskit.graph.layers.fold_batchnorm import FoldedBatchNorm, FoldedScales
+from compresskit.graph.layers.fold_batchnorm import NORM_LEAVES, FoldedBatchNorm, FoldedScales, norms_by_name, of_norm
 from compresskit.graph.layers.stored import Scales, bias_of, scaled_inputs, sum_over_inputs
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import free_name, get_tensor, owner
@@ -32,7 +32,6 @@ from compresskit.quant.numerics.batch_norm_gradients import ScaledBatchNorm, Shi
 from compresskit.quant.numerics.quantizers import BiasQuantizer, WeightQuantizer
 from compresskit.quant.passes.quantizer_names import QuantizerHolder
 
-NORM_LEAVES = ("weight", "bias", "running_mean", "running_var")  # in the order of torch's operator
 LEAST_ROWS = 32  # values of a channel in a batch, in fewer of which a gradient through their statistics leaves too little
 
 
@@ -250,7 +249,7 @@ class FloatNorm(ConvBN):
 
 
 def _scaled_channels(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """X (N, C, ...) times the weight of each channel, plus its bias."""
+    """Multiply each channel of x (N, C, ...) by its weight, and add its bias."""
     shape = [1, -1, *[1] * (x.ndim - 2)]
     y = x * weight.view(shape)
     return (y if bias is None else y + bias.view(shape)).to(x.dtype)
@@ -258,26 +257,8 @@ def _scaled_channels(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _unfold_float_norms_(body: fx.GraphModule) -> None:
     """Replace BatchNorms that are left in a graph, with running statistics, by `FloatNorm` modules of their names, in place."""
-    norms: dict[str, list[Node]] = {}  # by the name of the running mean: one may be called several times
-    for node in body.graph.nodes:
-        if node.target is aten.batch_norm.default and not node.args[5]:
-            names = [None if read is None else parameter_name(read) for read in node.args[1:5]]
-            stored = all(name is not None for read, name in zip(node.args[1:5], names, strict=True) if read is not None)
-            if stored and names[2] is not None and names[2].count("."):
-                norms.setdefault(names[2], []).append(node)
-    for mean, calls in norms.items():
-        reads, path = calls[0].args[1:5], mean.rpartition(".")[0]
-        named = {leaf: str(parameter_name(read)) for leaf, read in zip(NORM_LEAVES, reads, strict=True) if read is not None}
-        if any(name != f"{path}.{leaf}" for leaf, name in named.items()):
-            continue  # of modules that share tensors
-        holder = body.get_submodule(path)
-        if {*dict(holder.named_parameters()), *dict(holder.named_buffers())} - {*NORM_LEAVES, "num_batches_tracked"}:
-            continue  # of one that holds other layers
-        tensors = [None if (value := getattr(holder, leaf, None)) is None else value.detach() for leaf in NORM_LEAVES]
-        parts = dict(zip(("gamma", "beta", "mean", "var"), tensors, strict=True))
-        frozen = frozenset(key for key, leaf in (("gamma", "weight"), ("beta", "bias")) if not _trains(holder, leaf))
-        settings = {"momentum": calls[0].args[6] or 0.1, "eps": calls[0].args[7], "frozen": frozen, "norm": path}
-        norm = FloatNorm(FoldedBatchNorm(layer=calls[0], tensors=parts, **settings), tuple(calls[0].args[5:]))
+    for path, calls in norms_by_name(body).items():
+        norm = FloatNorm(FoldedBatchNorm(layer=calls[0], **of_norm(body, calls[0])), tuple(calls[0].args[5:]))
         body.set_submodule(path, norm.train(body.training))
         for node in calls:
             node.op, node.target, node.args = "call_module", path, (node.args[0],)
@@ -299,11 +280,6 @@ def _fold_float_norms_(body: fx.GraphModule) -> None:
         for leaf in ("running_mean", "running_var"):
             holder.register_buffer(leaf, getattr(norm, leaf))
         body.set_submodule(path, holder.train(norm.training))
-
-
-def _trains(holder: nn.Module, leaf: str) -> bool:
-    value = getattr(holder, leaf, None)
-    return isinstance(value, Tensor) and value.requires_grad
 
 
 def unfold_batchnorm_(body: fx.GraphModule, folds: list[FoldedScales]) -> None:

@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from compresskit.base.task import Inputs
+from compresskit.graph.surgery import mode
 from compresskit.quant.model import Quantized
 from compresskit.quant.passes.unfold_batchnorm import ConvBN
 from compresskit.quant.qat.train_mode import train_mode_alone
@@ -73,13 +74,26 @@ def say_what_is_left_out(model: nn.Module, example: Inputs, quantized: Quantized
         )
 
 
+def keep_frozen_(model: nn.Module, quantized: Quantized) -> None:
+    """Let BatchNorm whose own `train` leaves it in eval mode, or that of a module around it, keep its statistics in QAT, too."""
+    with mode(model, training=True):
+        frozen = {name for name, module in model.named_modules() if isinstance(module, _NormBase) and not module.training}
+    for name, layer in _layers_by_norm(quantized).items():
+        layer.tracking = name not in frozen
+
+
+def _layers_by_norm(quantized: Quantized) -> dict[str, ConvBN]:
+    """The layers with a BatchNorm of a graph that is ready to be trained, by the name that it has in the float model."""
+    names = quantized.float_names()
+    layers = {path: module for path, module in quantized.body.named_modules() if isinstance(module, ConvBN)}
+    return {names[f"body.{path}.running_mean"].rpartition(".")[0]: layer for path, layer in layers.items()}
+
+
 def _with_frozen_statistics(model: nn.Module, quantized: Quantized) -> list[str]:
     """Norms of the float model with statistics that its outputs depend on, and that follow no batch."""
-    names = quantized.float_names()
-    paths = [path for path, module in quantized.body.named_modules() if isinstance(module, ConvBN)]
-    following = {names[f"body.{path}.running_mean"] for path in paths}
+    read, following = quantized.origin.read, _layers_by_norm(quantized)
     norms = {name for name, module in model.named_modules() if isinstance(module, _NormBase) and module.running_mean is not None}
-    return [name for name in sorted(norms) if f"{name}.running_mean" in quantized.origin.read - following]
+    return sorted(name for name in norms - following.keys() if f"{name}.running_mean" in read)
 
 
 def _with_dropout(model: nn.Module) -> Iterator[str]:

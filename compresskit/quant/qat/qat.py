@@ -48,7 +48,7 @@ from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.bit_widths import refuse_one_bit
 from compresskit.quant.numerics.observers import MinMax, MovingAverage
 from compresskit.quant.qat.carried_hooks import carry_hooks_
-from compresskit.quant.qat.left_out import say_what_is_left_out
+from compresskit.quant.qat.left_out import keep_frozen_, say_what_is_left_out
 from compresskit.quant.qat.oscillations import FreezeOscillating, Oscillations, damped
 from compresskit.quant.qat.progressive import ProgressiveBits, check_progressive
 from compresskit.quant.qat.stale_statistics import renew_stale_statistics_
@@ -152,6 +152,7 @@ def _prepare_model(model: nn.Module, batches: Batches, settings: QATSettings, wh
     quantized.origin = replace(quantized.origin, measured=choice.record)
     whole = calibrate_inside(model, quantized, data, settings.inside)
     quantized.unfold_batchnorm_(learned=settings.learned, offsets=settings.offsets)
+    keep_frozen_(module, quantized)
     say_what_is_left_out(module, example, quantized, where)
     carry_hooks_(model, whole, settings.inside, where)
     renew_stale_statistics_(quantized, example, where)

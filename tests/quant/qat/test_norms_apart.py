@@ -161,6 +161,44 @@ def test_one_whose_statistics_do_not_follow_is_named(kind, caplog) -> None:
     assert f"prepare_qat: the statistics of '{name}' stay as they are from the first step" in caplog.text
 
 
+class InEvalMode(nn.BatchNorm2d):
+    """A norm that is frozen by a `train` of its own."""
+
+    def train(self, mode=True):
+        return super().train(False)
+
+
+class Backbone(nn.Sequential):
+    """Layers whose norms are frozen by the `train` of the module around them."""
+
+    def train(self, mode=True):
+        super().train(mode)
+        for norm in norms_of(self).values():
+            norm.training = False
+        return self
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: behind_relu(InEvalMode(8)),
+        lambda: images(nn.Conv2d(8, 8, 3), InEvalMode(8)),
+        lambda: images(Backbone(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8))),
+    ],
+    ids=["alone", "behind a layer", "by the module around it"],
+)
+def test_one_that_its_train_leaves_in_eval_mode_keeps_its_statistics(make) -> None:
+    model = make()
+    for norm in norms_of(model).values():
+        norm.running_mean.uniform_(-0.2, 0.2)
+    quantized = prepare_qat(model, [X])
+    quantized.enable_(False)
+    torch.testing.assert_close(quantized.train()(X), model.train()(X), rtol=1e-4, atol=1e-4)
+    here = {quantized.float_names()[name]: value for name, value in quantized.named_buffers()}
+    for name, norm in norms_of(model).items():
+        torch.testing.assert_close(here[f"{name}.running_mean"], norm.running_mean)
+
+
 def test_a_norm_behind_a_layer_may_hold_another() -> None:
     model = with_statistics(images(nn.Conv2d(8, 8, 3), WithPReLU(8)))
     quantized = prepare_qat(model, [X])

@@ -126,7 +126,8 @@ class _Finder:
         self.owners: ParameterOwners = parameter_owners(model)
         nodes = list(captured.module.graph.nodes)
         self.layers = {n: self._owner(n.args[1]) for n in nodes if n.target in CONVS and parameter_name(n.args[1]) is not None}
-        self.calls = Counter(self.layers.values())
+        norms = [self._owner(n.args[3]) for n in nodes if n.target is aten.batch_norm.default and parameter_name(n.args[3])]
+        self.calls = Counter([*self.layers.values(), *norms])
         self.operators = Counter(_path_of(n) for n in nodes if n.op == "call_function")
 
     def _owner(self, node: Any) -> str:
@@ -231,10 +232,12 @@ class _Finder:
         plain = isinstance(module, nn.modules.batchnorm._BatchNorm)
         if not plain or parameter_name(norm.args[3]) is None or norm.args[5]:
             return "its BatchNorm is no module with running statistics"
+        if reason := self._sharing(path) or self._ignored(path):
+            return reason
         operators = sum(count for name, count in self.operators.items() if stands_in(name, [path]))
         if operators > 1 + with_activation:
             return f"{path}, of the class {type(module).__name__}, computes more than a BatchNorm and an activation"
-        return self._sharing(path) or self._ignored(path)
+        return ""
 
     def _sharing(self, path: str) -> str:
         module = self.modules[path]

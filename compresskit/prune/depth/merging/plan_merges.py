@@ -8,7 +8,7 @@ from functools import cached_property
 
 from torch import Tensor, nn
 
-from compresskit.base.budget import Budget, Quantity, check_budget, percent_above, takes_budget
+from compresskit.base.budget import Budget, Quantity, check_budget, percents, takes_budget
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.inputs import AnyInputs, as_inputs, calibration_inputs
 from compresskit.base.task import Inputs, Task
@@ -247,9 +247,8 @@ class _MergePlanner:
         names = least_important(self.faster, self.importances, saved, needed=before * budget.removed)
         if names is None:
             most = least_important(self.faster, self.importances, saved) or ()
-            left = percent_above(1 - sum(saved[name] for name in most) / before, budget.kept)
-            reached = f"only {left} can be reached"
-            raise ModelError(self._refusal(f"{budget.kept:.1%} of the {budget.quantity}", reached))
+            wanted, least = percents(budget.kept, 1 - sum(saved[name] for name in most) / before)
+            raise ModelError(self._refusal(f"{wanted} of the {budget.quantity}", f"only {least} can be reached"))
         return self._plan(names)
 
     def _counter(self, budget: Budget) -> Callable[[nn.Module], int]:
@@ -274,9 +273,8 @@ class _MergePlanner:
                 if reached <= budget.kept:
                     best, high = (order, note), saving
                 elif best is None:
-                    raise ModelError(
-                        self._refusal(f"{budget.kept:.1%} of the latency", f"the least that was measured is {reached:.1%}")
-                    )
+                    wish, least = percents(budget.kept, reached)
+                    raise ModelError(self._refusal(f"{wish} of the latency", f"the least that was measured is {least}"))
                 else:
                     low = saving
                 wanted = saving * budget.removed / max(1 - reached, 1e-3)

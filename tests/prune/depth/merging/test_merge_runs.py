@@ -321,6 +321,22 @@ def test_a_norm_that_computes_more_and_a_hook_inside_of_one() -> None:
     assert find_runs(model, image(2)).locked["blocks.1.0 + blocks.1.3"] == "blocks.1.1.act has hooks; remove them first"
 
 
+class NormTwice(nn.Module):
+    """One norm behind two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Conv2d(3, 3, 1) for _ in "abc")
+        self.norm = nn.BatchNorm2d(3)
+
+    def forward(self, x):
+        return self.c(self.norm(self.b(self.norm(self.a(x)).relu())).relu())
+
+
+def test_a_norm_of_two_calls_is_locked_for_that() -> None:
+    assert find_runs(NormTwice().eval(), image(2)).locked["a + b"] == "norm is called 2 times"
+
+
 class Reading(nn.Module):
     """Code that reads an attribute of a layer of the run."""
 
